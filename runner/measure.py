@@ -21,7 +21,7 @@ from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes
+from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes, short_pass_notes
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import DecodeToken, logprob_fields
 from runner.passes import Pass, run_pass
@@ -157,7 +157,8 @@ def _summaries(
         of_plain = [each.summary(method="none", num_speculative_tokens=0) for each in plain]
         baselines = [{**each, "measured_in": measured_in} for each in of_plain]
     keeps_tokens = kept_by_rule(config, items) == "tokens"
-    waits = [each.core_wait_share for each in (*plain, *(each.metrics for each in passes))]
+    compared = [*plain, *(each.metrics for each in passes)]
+    waits = [each.core_wait_share for each in compared]
     core_wait_share = max((share for share in waits if share is not None), default=None)
     return [
         each.metrics.summary(
@@ -178,6 +179,7 @@ def _summaries(
                 *cut_text_notes(each.requests, engine.target_info.max_model_len),
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
                 *core_wait_notes(core_wait_share, num_threads=config.hardware.num_threads),
+                *short_pass_notes([each.duration_s for each in compared]),
                 *failures,
             ],
         )

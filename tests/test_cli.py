@@ -204,6 +204,8 @@ def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> No
         (["seed=${sed}"], "seed cannot be resolved"),
         (["model={model: x}", "seed.x=1"], "seed must be an integer, got {'x': 1}"),
         (["--cfg", "job", "method.foo=1"], "method.foo is an unknown key"),
+        (["method=suffix", "method.quantization=fp8"], "only method=draft_model or"),  # not a key of the target
+        (["method=ngram", "method.model=null"], "method.model is an unknown key"),  # which vLLM's JSON may hold
         (["--cfg", "job", "-m", "method=ngram,none"], "leave out -m"),
         (["--config-dir", "nowhere"], "--config-dir must be a directory, got 'nowhere'"),
         (["--config-name", "nope"], "nope"),

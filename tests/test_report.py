@@ -244,7 +244,8 @@ def test_a_sweep_is_one_row_a_run_with_the_fastest_marked() -> None:
     assert lines[2].split() == ["none", "-", "-", "-", "100.0", "1.00x", "-"]
     assert lines[3].split() == ["ngram", "2", "50.0%", "3.00", "100.0", "1.50x", "3/3"]
     assert lines[4].split() == ["ngram", "*", "4", "50.0%", "3.00", "100.0", "1.75x", "2/3"]
-    assert [line.strip() for line in lines[5:]] == ["* highest speed-up", "on Some CPU, torch 2.13.0, commit 0123456"]
+    chance = "* highest speed-up, of one pass each; repeats=3 tells whether it is by chance"
+    assert [line.strip() for line in lines[5:]] == [chance, "on Some CPU, torch 2.13.0, commit 0123456"]
     assert max(map(len, lines)) <= 80
 
 
@@ -256,12 +257,14 @@ def test_the_share_of_whole_steps_is_a_column_where_steps_were_captured() -> Non
 
 def spread(speedup: float, lowest: float, highest: float, **fields: Any) -> dict[str, Any]:
     tokens = {"output_tokens_per_second_lowest": 90.0, "output_tokens_per_second_highest": 110.0}
-    return row(speedup=speedup, speedup_lowest=lowest, speedup_highest=highest, **tokens, **fields)
+    return row(speedup=speedup, speedup_lowest=lowest, speedup_highest=highest, repeats=3, **tokens, **fields)
 
 
 def test_only_a_run_whose_repeats_all_beat_every_other_run_is_the_fastest() -> None:
     """A sweep of five points starred the wrong method: one pass of each says nothing of how far passes differ."""
     slow = spread(1.5, 1.4, 1.7, num_speculative_tokens=2)
+    twice = compared(slow | {"repeats": 2}, spread(2.0, 1.8, 2.1) | {"repeats": 2})
+    assert twice[4].strip() == "* highest speed-up, of 2 passes each; repeats=3 tells whether it is by chance"
     clear, close = compared(slow, spread(2.0, 1.8, 2.1)), compared(slow, spread(2.0, 1.6, 2.1))
     assert clear[3].split()[1] == "*" and clear[4].strip() == "* highest speed-up"
     assert clear[3].endswith("100.0 (90.0 to 110.0)  2.00x (1.80 to 2.10) ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -91,10 +92,11 @@ def test_a_head_for_any_target_is_read_by_the_engine_and_changes_no_token(
     keys: dict[str, Any],
 ) -> None:
     target, output = random_target(tmp_path / "target", model_type, **keys), tmp_path / "a head's"
-    assert train(target, prompts, output, f"method={method}", "method.num_speculative_tokens=3") == 0
+    shortest = ("method.num_speculative_tokens=3", "--length", "5")
+    assert train(target, prompts, output, f"method={method}", *shortest) == 0
     assert method_of_model(str(output)) == method
     record = json.loads((output / RECORD_FILE).read_text())
-    assert record["steps"] == 2 and record["tokens"] == 2 * 2 * 16
+    assert record["steps"] == 2 and record["tokens"] == 2 * 2 * 5
     held_out = record["held_out"]
     assert held_out["identical_to_baseline"] == {"requests": 1, "identical": 1}
     assert held_out["num_draft_tokens"] > 0
@@ -240,6 +242,17 @@ def test_texts_shorter_than_a_window_are_refused(
     assert "--length 128 asks for more" in capsys.readouterr().err
     assert train(target, prompts, tmp_path / "head", "method=eagle", "--length", "129") == 2
     assert "--length must be <= 128" in capsys.readouterr().err
+    assert train(target, prompts, tmp_path / "head", "method=eagle", "--length", "4") == 2
+    assert "--length must be >= 6, method.num_speculative_tokens + 2, got 4; raise it" in capsys.readouterr().err
+
+
+def test_training_stops_where_the_loss_is_no_number_any_more(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = random_target(tmp_path / "target", "llama")
+    assert train(target, prompts, tmp_path / "head", "method=medusa", "--learning-rate", "1e30", "--steps", "9") == 2
+    assert re.search(r"the loss is (nan|inf) at step \d; lower --learning-rate", capsys.readouterr().err)
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_line_of_its_own_length_is_learnt_at_that_length() -> None:

@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from proposers import available_methods
 from runner.cli.speculative_config import EXAMPLE, KEY, read_speculative_config
-from runner.config.problem import ConfigError, Problem, did_you_mean
+from runner.config.problem import UNKNOWN_KEY, ConfigError, Problem, did_you_mean
 from runner.config.root import SpeculativeConfig
 from runner.config.vllm_keys import UNAVAILABLE_METHODS
 
@@ -156,13 +156,19 @@ class Composer:
         """All problems of overrides with unknown keys: the schema, unlike Hydra, names every one and suggests."""
         groups = GlobalHydra.instance().config_loader().list_groups("")
         forced: list[str] = []
+        of_nulls: list[str] = []  # the schema takes null for some keys of vLLM's that a method lacks
         for override in self.parse(overrides):
             key = override.key_or_group
             is_plain = not (override.is_add() or override.is_force_add() or override.is_delete())
-            is_value = key not in groups and "/" not in key and override.package is None
-            forced.append(f"{'++' if is_plain and is_value else ''}{override.input_line}")
+            is_value = is_plain and key not in groups and "/" not in key and override.package is None
+            forced.append(f"{'++' if is_value else ''}{override.input_line}")
+            of_nulls.append(f"++{key}='null'" if is_value and override.value() is None else forced[-1])
+        unknown = (problem for problem in self._problems(of_nulls) if problem.rule == UNKNOWN_KEY)
+        return self._problems(forced) or list(unknown)
+
+    def _problems(self, overrides: list[str]) -> list[Problem]:
         try:
-            read_config(self._compose(forced))
+            read_config(self._compose(overrides))
         except ConfigError as error:
             return list(error.problems)
         except (HydraException, OmegaConfBaseException, ValueError):

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from runner.engine.errors import UserError
 
 NO_VALUE = object()  # the problem is not about a value, for instance a missing key
+UNKNOWN_KEY = "is an unknown key"  # a rule
 
 _TYPE_RULES = {
     "int_type": "must be an integer",
@@ -137,7 +138,7 @@ def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str
         meaning = f"<{field.description}>" if field is not None else "<value>"
         yield Problem(name=name, rule="is required", remedy=f"add {name}={meaning}")
     elif kind == "extra_forbidden":
-        yield Problem(name=name, rule="is an unknown key", value=value, remedy=_unknown_key(path, node, schema))
+        yield Problem(name=name, rule=UNKNOWN_KEY, value=value, remedy=_unknown_key(path, node, schema))
     elif kind == "union_tag_invalid":
         options = context["expected_tags"].replace("'", "").split(", ")
         tag_name = f"{name}.{context['discriminator'].strip(chr(39))}"
@@ -176,7 +177,8 @@ def _unknown_key(path: Sequence[str], node: type[BaseModel], schema: type[BaseMo
     renamed: Mapping[str, str] = getattr(node, "renamed_keys", {})
     if key in renamed:
         return f"pass {renamed[key]!r} instead"
-    for parent, field in schema.model_fields.items():
+    # Its own group first: the key of another's means something else.
+    for parent, field in sorted(schema.model_fields.items(), key=lambda item: item[0] != path[0]):
         owners = [owner for owner in node_classes(field.annotation) if key in owner.model_fields]
         if owners and parent == path[0]:
             return f"only {parent}={' or '.join(map(union_tag, owners))} has it"

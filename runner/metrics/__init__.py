@@ -7,7 +7,7 @@ does the arithmetic, in plain dicts and lists that go to metrics.json as they ar
 from runner.metrics.collector import MetricsCollector
 from runner.metrics.core_wait import CoreWait, core_wait_notes
 from runner.metrics.in_parts import InParts, in_parts_notes
-from runner.metrics.rates import count_identical
+from runner.metrics.rates import count_identical, short_pass_notes
 from runner.metrics.records import RequestRecord, RequestStep, StepPoint, StepRecord
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "core_wait_notes",
     "count_identical",
     "in_parts_notes",
+    "short_pass_notes",
 ]

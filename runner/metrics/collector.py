@@ -167,7 +167,7 @@ class MetricsCollector:
         totals = RequestTotals()
         totals.add(finished)
         num_request_steps = sum(len(record.tokens_per_step) for record in finished)
-        duration_s = sum(point.total_seconds for point in self.step_points)
+        duration_s = self.duration_s
         num_whole_steps = self.num_decoding_steps - self.steps_in_parts.total()
         num_captured = self.num_decoding_steps - self.steps_in_parts[InParts.UNCAPTURED]
         tpot_ms = percentiles(per_output_token_ms(finished))
@@ -217,6 +217,10 @@ class MetricsCollector:
             "peak_memory_bytes": peak_memory_bytes,
             "categories": categories(finished, baseline),
         }
+
+    @property
+    def duration_s(self) -> float:
+        return sum(point.total_seconds for point in self.step_points)
 
     def _time_share(self, duration_s: float) -> dict[str, float | None]:
         shares = {phase: ratio(seconds, duration_s) for phase, seconds in self._phase_seconds.items()}

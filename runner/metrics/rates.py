@@ -11,6 +11,8 @@ from typing import Any
 from runner.metrics.core_wait import doubtful_waits
 from runner.metrics.records import RequestRecord
 
+SHORT_PASS_S = 0.5  # a pass of so little time tells of its first steps
+
 
 def count_identical(records: Iterable[RequestRecord], *others: Iterable[RequestRecord]) -> dict[str, int]:
     """Requests that finished in all passes, matched by request_id, and how many have the very same tokens in all.
@@ -123,6 +125,15 @@ def inter_token_ms(records: Iterable[RequestRecord]) -> list[float]:
 def speedup(baseline: Mapping[str, Any] | None, tpot_ms: Mapping[str, float | None]) -> float | None:
     plain, own = baseline["tpot_ms"]["median"] if baseline else None, tpot_ms["median"]
     return None if plain is None or own is None else ratio(plain, own)
+
+
+def short_pass_notes(durations_s: Sequence[float]) -> list[str]:
+    """One note where a pass, of those that are compared, is too short for its times to mean much."""
+    if (shortest := min(durations_s)) >= SHORT_PASS_S:
+        return []
+    return [
+        f"a pass took {shortest:.2f} s only, so times and speed-up mean little; add prompts, or raise sampler.max_tokens"
+    ]
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -25,6 +25,7 @@ FORMATS = {
     "whole_step_share": percent,
 }
 PATTERNS = {"output_tokens_per_second": "{:,.1f}", "speedup": "{:.2f}"}  # of their ranges over repeats
+ENOUGH_REPEATS = 3  # for ranges of equal methods to overlap in nine of ten cases
 ROOM_FOR_RANGES = 110  # columns of a terminal
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up", "whole"), strict=True))
@@ -79,7 +80,7 @@ def print_comparison(
     console.print(table, crop=False)
     if first is not None:
         is_ratio = measure_of_speed(rows) == "speedup"  # plain decoding's time may differ from run to run
-        console.print(Text(f" * {'highest speed-up' if is_ratio else 'fastest'}", "dim"))
+        console.print(Text(f" * {'highest speed-up' if is_ratio else 'fastest'}{_of_few(rows)}", "dim"), soft_wrap=True)
     elif is_slower:
         console.print(Text(" no run is faster than plain decoding", "dim"))
     elif best[measure_of_speed(rows)] is not None and not doubtful_waits(rows):
@@ -89,6 +90,14 @@ def print_comparison(
         console.print(Text(f" doubtful times: {where}", "bold yellow"), soft_wrap=True)
     for machine in dict.fromkeys(filter(None, map(machine_title, rows))):
         console.print(Text(f" on {machine}", "dim"), soft_wrap=True)
+
+
+def _of_few(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a mark says that stands on so few passes: two times two of one method do not overlap in one of three cases."""
+    if (fewest := min(row.get("repeats") or 1 for row in rows)) >= ENOUGH_REPEATS:
+        return ""
+    passes = "one pass" if fewest == 1 else f"{fewest} passes"
+    return f", of {passes} each; repeats={ENOUGH_REPEATS} tells whether it is by chance"
 
 
 def _cell(row: Mapping[str, Any], key: str, *, is_narrow: bool) -> str:

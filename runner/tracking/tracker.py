@@ -104,6 +104,7 @@ COMPARED = (
     "mean_acceptance_length",
     "output_tokens_per_second",
     "speedup",
+    "repeats",
     "whole_step_share",
     "core_wait_share",
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.engine.errors import UserError
 from runner.train.optimizer import Trainer
 
 ReportProgress = Callable[[int, int, str], None]  # done, total, what to say
@@ -21,10 +23,17 @@ def run_steps(
     device: torch.device,
     report: ReportProgress,
 ) -> dict[str, Any]:
-    """Runs the trainer over all batches; returns steps, tokens and the mean loss of the last tenth."""
+    """Runs the trainer over all batches; returns steps, tokens and the mean loss of the last tenth.
+
+    Raises:
+        UserError: the loss is no number any more.
+    """
     losses, tokens = [], 0
     for micro_batches in batches:
-        losses.append(trainer.step(tuple(batch.to(device) for batch in micro_batches), loss_fn))
+        loss = trainer.step(tuple(batch.to(device) for batch in micro_batches), loss_fn)
+        if not math.isfinite(loss):
+            raise UserError(f"the loss is {loss} at step {trainer.step_idx}; lower --learning-rate")
+        losses.append(loss)
         tokens += sum(batch.numel() for batch in micro_batches)
         report(trainer.step_idx, trainer.num_steps, f"loss {sum(losses[-50:]) / len(losses[-50:]):.3f}")
     tail = losses[-max(1, len(losses) // 10) :]

@@ -94,6 +94,11 @@ def _load_target(config: SpeculativeConfig, options: TrainingOptions) -> LLM:
         )
     if config.model.quantization is not None:
         logger.warning("texts are the target's in %s; states are the dense one's", config.model.quantization)
+    # A window holds a token to guess behind the pending one of every place that a head guesses from.
+    if options.length < (shortest := config.method.num_speculative_tokens + 2):
+        raise UserError(
+            f"--length must be >= {shortest}, method.num_speculative_tokens + 2, got {options.length}; raise it"
+        )
     llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
     longest = llm.engine.target_info.max_model_len
     if options.length > longest:
