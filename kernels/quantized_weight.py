@@ -45,6 +45,10 @@ class QuantizedWeight:
         return self.numbers.device
 
     @property
+    def has_zeros(self) -> bool:
+        return self.zeros is not None
+
+    @property
     def number_bits(self) -> int:
         return 8 if self.code is None else 4
 

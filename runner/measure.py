@@ -21,7 +21,14 @@ from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.llm import LLM
 from runner.machine import describe_run
-from runner.metrics import MetricsCollector, RequestRecord, core_wait_notes, count_identical, in_parts_notes, short_pass_notes
+from runner.metrics import (
+    MetricsCollector,
+    RequestRecord,
+    core_wait_notes,
+    count_identical,
+    in_parts_notes,
+    short_pass_notes,
+)
 from runner.metrics.repeats import middle_repeat, over_repeats
 from runner.outputs import DecodeToken, logprob_fields
 from runner.passes import Pass, run_pass

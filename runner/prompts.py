@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -57,7 +58,7 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
 
-    @property
+    @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """Of tokens that `decode` may leave out."""
         if self._tokenizer is None:

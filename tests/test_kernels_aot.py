@@ -64,7 +64,7 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-MOST_SPILLED = 16  # bytes of a thread: Triton 3.6 spills so many of a delta net in float32, 3.7 none
+SPILLED_BY_TRITON_36 = {"gated_delta_kernel": 16}  # bytes of a thread, of a delta net in float32; 3.7 spills none
 
 
 def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(compiled: dict[str, Any]) -> None:
@@ -74,7 +74,9 @@ def test_every_kernel_compiles_and_keeps_to_its_shared_memory_and_registers(comp
             found = compiled[f"{kernel} sm_{capability}"]
             assert found["shared"] <= min(kernel.max_shared, SHARED_MEMORY[capability]), f"{kernel} sm_{capability}"
             # What Hopper's matrix instructions take from shared memory older ones hold in registers.
-            assert found["stack"] <= MOST_SPILLED or capability < 90, f"{kernel} spills registers"
+            assert found["stack"] <= SPILLED_BY_TRITON_36.get(kernel.name, 0) or capability < 90, (
+                f"{kernel} spills registers"
+            )
 
 
 def test_what_overlaps_with_the_launch_before_awaits_it_before_it_touches_memory(compiled: dict[str, Any]) -> None:

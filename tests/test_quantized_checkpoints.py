@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.mistral4 import Mistral4Config
@@ -771,3 +771,19 @@ def test_parts_that_are_multiplied_together_are_quantized_alike(checkpoint: Path
     message = broken(checkpoint, "FBGEMM", change)
     assert message.startswith(f"model.model={checkpoint}: self_attn.q_proj and self_attn.k_proj and ")
     assert "must be quantized alike, got self_attn.q_proj dense, self_attn.k_proj fp8, self_attn.v_proj fp8" in message
+
+
+def test_the_start_asks_layers_of_each_kind_of_weights(checkpoint: Path) -> None:
+    """Layers of one shape were asked once, of which a mixture holds some dense and others in 4 bits."""
+    before = load_file(checkpoint / "model.safetensors")
+    quantize_checkpoint(checkpoint, LAYOUTS["ModelOpt's mixture"])
+
+    def restore(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.mlp.")]:
+            del tensors[name]
+        tensors |= {name: own for name, own in before.items() if name.startswith("model.layers.1.mlp.")}
+
+    edit_tensors(checkpoint, restore)
+    model = load(ModelSource(model=str(checkpoint))).model
+    assert isinstance(model, Decoder)
+    assert model.sample_layers == list(model.layers)

@@ -15,7 +15,7 @@ _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
 # Of a multi-token-prediction module, whose two layers are what another's one block is.
-_MTP_PROJECTION = "mtp.layers.0.eh_proj.weight"  # in no other layout
+_MTP_NORM = "mtp.layers.0.enorm.weight"  # in no other layout, and dense in every checkpoint
 _MTP_BLOCK = {
     "mtp.layers.0.norm.": "mtp.block.input_layernorm.",
     "mtp.layers.0.mixer.": "mtp.block.self_attn.",
@@ -41,7 +41,7 @@ def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Named tensors of a checkpoint; those of a backbone and of LFM2 by the names of other decoders'."""
     rename = partial(_replaced, _LFM2) if _LFM2_NORM in tensors else _name
     found = {rename(name): tensor for name, tensor in tensors.items()}
-    return {_replaced(_MTP_BLOCK, name): own for name, own in found.items()} if _MTP_PROJECTION in found else found
+    return {_replaced(_MTP_BLOCK, name): own for name, own in found.items()} if _MTP_NORM in found else found
 
 
 def _replaced(parts: Mapping[str, str], name: str) -> str:

@@ -191,9 +191,9 @@ class DecoderLayer:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What makes products and kernels' launches of layers differ."""
+        """What makes products and kernels' launches of layers differ: how weights are held, too."""
         mixer = self.mixer.shape if isinstance(self.mixer, Attention) else (type(self.mixer),)
-        return (*mixer, type(self.mlp), *(weight.shape for weight in self.mlp.product_weights))
+        return (*mixer, type(self.mlp), *map(_held, self.product_weights))
 
     @property
     def product_weights(self) -> list[Weight]:
@@ -240,6 +240,13 @@ class DecoderLayer:
         if self.scale is not None:
             own[f"{prefix}layer_scalar"] = WeightTarget(view=self.scale.view(1))
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+
+
+def _held(weight: Weight) -> tuple[Any, ...]:
+    """What products with weights differ by."""
+    if isinstance(weight, torch.Tensor):
+        return weight.shape, weight.dtype
+    return weight.shape, weight.numbers.dtype, weight.code, weight.group_size, weight.has_zeros
 
 
 def add_output(

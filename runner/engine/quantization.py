@@ -31,8 +31,8 @@ class Storage:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Storage:
-        has_zeros = weight.zeros is not None
-        return cls(dtype=weight.numbers.dtype, group_size=weight.shared_columns, code=weight.code, has_zeros=has_zeros)
+        columns, code, has_zeros = weight.shared_columns, weight.code, weight.has_zeros
+        return cls(dtype=weight.numbers.dtype, group_size=columns, code=code, has_zeros=has_zeros)
 
     @property
     def is_multiplied(self) -> bool:

@@ -132,7 +132,8 @@ def short_pass_notes(durations_s: Sequence[float]) -> list[str]:
     if (shortest := min(durations_s)) >= SHORT_PASS_S:
         return []
     return [
-        f"a pass took {shortest:.2f} s only, so times and speed-up mean little; add prompts, or raise sampler.max_tokens"
+        f"a pass took {shortest:.2f} s only, so times and speed-up mean little; "
+        "add prompts, or raise sampler.max_tokens"
     ]
 
 

@@ -93,7 +93,7 @@ def print_comparison(
 
 
 def _of_few(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a mark says that stands on so few passes: two times two of one method do not overlap in one of three cases."""
+    """What a mark says that stands on few passes: two pairs of one method's do not overlap in one of three cases."""
     if (fewest := min(row.get("repeats") or 1 for row in rows)) >= ENOUGH_REPEATS:
         return ""
     passes = "one pass" if fewest == 1 else f"{fewest} passes"
