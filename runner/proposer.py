@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from proposers.base import Proposer, ProposerContext, proposer_class
@@ -96,13 +97,25 @@ def _require_same_tokens(target: ModelSource, draft: ModelSource, *, takes_anoth
     """
     if target.is_dummy or draft.is_dummy:
         return
-    files = [resolve_directory(source, weights=False) / "tokenizer.json" for source in (target, draft)]
+    sources = target, draft
+    files = [resolve_directory(source, weights=False) / "tokenizer.json" for source in sources]
     if not all(file.is_file() for file in files):
         return
-    ours, theirs = (json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"] for file in files)
+    ours, theirs = (_numbered_tokens(file, source.name) for file, source in zip(files, sources, strict=True))
     if ours != theirs:
         raise UserError(
             f"method.model={draft.model} must number its tokens as {target.model} does, and its tokenizer.json "
             "differs; choose a draft of the same family as the target"
             + (", or set method.use_heterogeneous_vocab=true" if takes_another else "")
         )
+
+
+def _numbered_tokens(file: Path, name: str) -> Any:
+    """The vocabulary of a tokenizer.json; name: the option to name in errors."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{name}: {file} must hold a JSON object with model.vocab, and cannot be read as one "
+            f"({type(error).__name__}: {error}); download it again"
+        ) from error

@@ -297,7 +297,11 @@ def test_stretched_rotations_are_read_in_the_older_layout(target: Target, tmp_pa
         (with_(rope_theta=-1.0), "rope_theta in its config must be a number > 0, got -1.0; mend"),
         (with_(partial_rotary_factor="all"), "partial_rotary_factor in its config must be a number > 0, got 'all'"),
         (with_(rope_parameters=[1]), r"rope_parameters in its config must be a mapping, got \[1\]; mend"),
-        (with_(layer_types=True), "layer_types in its config must be a list, got True; mend"),
+        (
+            with_(rope_parameters={"full_attention": {}, "sliding_attention": 5}),
+            "rope_parameters in its config must be a mapping for sliding_attention, got 5; mend",
+        ),
+        (with_(layer_types=True), "layer_types in its config must be a list of names, got True; mend"),
         (with_(moe_apply_router_weight_on_input=True), "cannot be read as a laguna config: .*; mend"),
         (without("num_hidden_layers"), "num_hidden_layers in its config must be a whole number >= 1"),
         (with_(sliding_window=None), "sliding_window in its config must be a whole number >= 1"),

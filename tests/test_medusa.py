@@ -248,6 +248,14 @@ def test_a_config_without_a_number_of_layers_is_one_message(read: Callable[..., 
         read({**PUBLISHED, "medusa_num_layers": value}, tensors, file)
 
 
+@pytest.mark.parametrize("value", ["0.5", [1], {"a": 1}, -1, True])
+def test_a_scale_that_is_no_number_is_one_message(read: Callable[..., MedusaHeads], value: Any) -> None:
+    """It ended in a traceback of float(), or was taken for the number that Python makes of it."""
+    config, tensors, file = LAYOUTS["vLLM"]
+    with pytest.raises(UserError, match=r"logit_scale in its config must be a number >= 0, got "):
+        read({**config, "logit_scale": value}, tensors, file)
+
+
 def test_a_request_that_never_drafts_is_not_remembered_and_none_is_when_all_are_done(engines: Engines) -> None:
     llm = engines(method_config("medusa", 4), **ROOMY)
     proposer: Any = llm.engine.proposer

@@ -169,8 +169,8 @@ def test_a_speculators_config_of_another_kind_is_refused(tmp_path: Path) -> None
     edit_config(head, speculators_model_type="eagle3")
     with pytest.raises(UserError, match="speculators_model_type must be 'mtp' with method=mtp, got 'eagle3';"):
         describe_module(source, target)
-    edit_config(head, speculators_model_type="mtp", transformer_layer_config=None)
-    with pytest.raises(UserError, match="must hold transformer_layer_config, a mapping, got None;"):
+    (head / "config.json").write_text('{"speculators_model_type": "mtp"}')
+    with pytest.raises(UserError, match="must hold transformer_layer_config, a mapping, got none;"):
         describe_module(source, target)
 
 

@@ -275,6 +275,16 @@ def test_a_draft_that_numbers_its_tokens_otherwise_is_refused(tmp_path: Path) ->
         execute(config(method={"method": "draft_model", "model": str(other)}), tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": 5}', '{"model": {}}'])
+def test_a_draft_with_a_tokenizer_that_numbers_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    """Its tokenizer.json was looked into unasked what it holds, and the run ended in a traceback."""
+    other = tmp_path / "draft"
+    shutil.copytree(DRAFT_DIR, other)
+    (other / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match=r"method\.model: .*draft/tokenizer\.json must hold .*model\.vocab.*; download"):
+        execute(config(method={"method": "draft_model", "model": str(other)}), tmp_path)
+
+
 def test_an_interrupted_run_is_marked_so_and_leaves_no_result(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

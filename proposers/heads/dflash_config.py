@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proposers.heads.head_sizes import head_number, layer_windows, require_target_sizes
+from proposers.heads.head_sizes import head_layer_ids, head_number, head_size, layer_windows, require_target_sizes
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
@@ -132,14 +132,15 @@ def read_dflash_config(
         kinds = [SLIDING] * arch.num_layers
     has_sinks = any(own.get(key) for key in SINK_KEYS)
     arch = replace(arch, sliding_windows=layer_windows(kinds, window, source), has_sinks=has_sinks)
-    for hidden_size in (arch.hidden_size, values.get("target_hidden_size") or arch.hidden_size):
+    of_target = head_size(values, "target_hidden_size", arch.hidden_size, source, is_null_default=True)
+    for hidden_size in (arch.hidden_size, of_target):
         num_layers = own.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
     sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
     block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
     from_anchor = _samples_from_anchor(own, samples_from_anchor or is_deepspec)
     fewest = 1 if from_anchor else 2  # rows of which one guesses
-    if not isinstance(block_size, int) or block_size < fewest:
+    if type(block_size) is not int or block_size < fewest:
         raise UserError(
             f"{source.name}={source.model}: block_size must be a whole number >= {fewest}, got {block_size!r}; mend "
             "its config"
@@ -163,7 +164,7 @@ def read_dflash_config(
         block_size=block_size,
         samples_from_anchor=from_anchor,
         causal_layers=_causal_layers(hf_config.layer_types, values, nested, is_speculators),
-        draft_vocab_size=values.get("draft_vocab_size") or arch.vocab_size,
+        draft_vocab_size=head_size(values, "draft_vocab_size", arch.vocab_size, source, is_null_default=True),
         brings_embedding=bool(own.get("has_embed_tokens", brings_ends or is_deepspec)),
         brings_projection=bool(own.get("has_lm_head", brings_ends or is_deepspec)),
     )
@@ -265,12 +266,7 @@ def tap_layers(source: ModelSource, values: Mapping[str, Any], default: list[int
     key, ids, offset = next((place for place in places if place[1] is not None), places[0])
     if ids is None and not is_speculators:
         ids = default
-    if not isinstance(ids, list | tuple) or not ids or not all(isinstance(layer, int) for layer in ids):
-        raise UserError(
-            f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
-            "or set method.aux_hidden_state_layer_ids"
-        )
-    return tuple(layer + offset for layer in ids)
+    return head_layer_ids(key, ids, offset, source)
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int] | None:

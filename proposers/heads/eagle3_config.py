@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from proposers.heads.eagle_layer import eagle_architecture
-from proposers.heads.head_sizes import layer_windows
+from proposers.heads.head_sizes import head_layer_ids, head_size, layer_windows
 from proposers.heads.mask_token import KEYS as MASK_TOKEN_KEYS
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
@@ -79,7 +79,7 @@ def read_eagle3_config(
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
     has_fc = bool(nested.get("use_aux_hidden_state", True))
-    ids = aux_hidden_state_layer_ids or _layer_ids(values, nested, target.model.num_layers)
+    ids = aux_hidden_state_layer_ids or _layer_ids(source, values, nested, target.model.num_layers)
     if not all(0 <= index <= target.model.num_layers for index in ids):
         raise UserError(
             f"{source.name}={source.model}: hidden states must be numbered 0 to {target.model.num_layers}, the layers "
@@ -89,8 +89,8 @@ def read_eagle3_config(
         arch=arch,
         hf_config=hf_config,
         tap_layers=ids if has_fc else (NORMED,),
-        target_hidden_size=int(values.get("target_hidden_size") or arch.hidden_size),
-        draft_vocab_size=int(values.get("draft_vocab_size") or arch.vocab_size),
+        target_hidden_size=head_size(values, "target_hidden_size", arch.hidden_size, source, is_null_default=True),
+        draft_vocab_size=head_size(values, "draft_vocab_size", arch.vocab_size, source, is_null_default=True),
         has_fc=has_fc,
         brings_ends="ttt_length" in values,  # DeepSpec's
         mask_token_id=mask_token_id(values, source, arch.vocab_size) if is_parallel else None,
@@ -98,14 +98,19 @@ def read_eagle3_config(
     )
 
 
-def _layer_ids(values: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
-        if values.get(key):
-            return tuple(int(index) for index in values[key])
-    if after_layers := nested.get("eagle_aux_hidden_state_layer_ids") or values.get("target_layer_ids"):
-        return tuple(int(index) + 1 for index in after_layers)
-    if layer_ids := nested.get("layer_ids"):
-        return tuple(int(index) for index in layer_ids)
+def _layer_ids(
+    source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int
+) -> tuple[int, ...]:
+    places = (  # key, ids, what is to be added
+        ("eagle_aux_hidden_state_layer_ids", values.get("eagle_aux_hidden_state_layer_ids"), 0),
+        ("aux_hidden_state_layer_ids", values.get("aux_hidden_state_layer_ids"), 0),
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids"), 1),
+        ("target_layer_ids", values.get("target_layer_ids"), 1),
+        ("eagle_config.layer_ids", nested.get("layer_ids"), 0),
+    )
+    for key, ids, offset in places:
+        if ids not in (None, []):  # ModelOpt writes an empty list where it means these
+            return head_layer_ids(key, ids, offset, source)
     return (2, num_layers // 2, num_layers - 3)
 
 

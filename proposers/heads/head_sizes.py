@@ -16,13 +16,23 @@ from runner.engine.rope import num_positions
 logger = logging.getLogger(__name__)
 
 
-def head_size(config: Mapping[str, Any], key: str, default: int, source: ModelSource, *, minimum: int = 1) -> int:
+def head_size(
+    config: Mapping[str, Any],
+    key: str,
+    default: int,
+    source: ModelSource,
+    *,
+    minimum: int = 1,
+    is_null_default: bool = False,  # as published configs of such heads mean it
+) -> int:
     """A whole number of a head's config.
 
     Raises:
         UserError: it is something else, or less than minimum.
     """
     value = config.get(key, default)
+    if value is None and is_null_default:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise UserError(
             f"{source.name}={source.model}: {key} in its config must be a whole number >= {minimum}, got {value!r}; "
@@ -44,6 +54,20 @@ def head_number(config: Mapping[str, Any], key: str, default: float, source: Mod
             "download the head again"
         )
     return float(value)
+
+
+def head_layer_ids(key: str, ids: Any, offset: int, source: ModelSource) -> tuple[int, ...]:
+    """Hidden states of the target that a head's config names by a key; offset: what is to be added to its ids.
+
+    Raises:
+        UserError: they are no whole numbers, or none.
+    """
+    if not isinstance(ids, list | tuple) or not ids or not all(type(layer) is int for layer in ids):
+        raise UserError(
+            f"{source.name}={source.model}: {key} must be a list of whole numbers, got {ids!r}; mend its config.json, "
+            "or set method.aux_hidden_state_layer_ids"
+        )
+    return tuple(layer + offset for layer in ids)
 
 
 def require_target_sizes(

@@ -19,11 +19,6 @@ from runner.engine.rope import warn_of_unread_rope
 CLASS = "DFlashLagunaForCausalLM"
 # Keys of what its layers may not have, and the values with which they have none of it.
 _ABSENT: dict[str, tuple[Any, ...]] = {"num_experts": (None, 0), "swa_attention_sink_enabled": (None, False)}
-_KINDS: dict[str, tuple[type, str]] = {
-    "layer_types": (list, "a list"),
-    "rope_parameters": (dict, "a mapping"),
-    "rope_scaling": (dict, "a mapping"),
-}
 # What rows see is up to the method, and transformers would make other rotations of keys beside those by type.
 _READ_HERE = ("auto_map", "is_causal", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
@@ -39,12 +34,6 @@ def read_laguna_layers(values: Mapping[str, Any], source: ModelSource) -> tuple[
     Raises:
         UserError: layers that are none of Laguna's, or that differ from each other, or no base of rotations.
     """
-    for key, (wanted, name) in _KINDS.items():
-        if values.get(key) is not None and not isinstance(values[key], wanted):
-            raise UserError(
-                f"{source.name}={source.model}: {key} in its config must be {name}, got {values[key]!r}; mend it or "
-                "download the head again"
-            )
     number = head_size(values, "num_hidden_layers", 0, source)
     kinds = values.get("layer_types") or ["full_attention"] * number
     told = {key: value for key, value in values.items() if value is not None and key not in _READ_HERE}
@@ -75,6 +64,11 @@ def _rope_parameters(values: Mapping[str, Any], kind: str, source: ModelSource) 
     parameters, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     is_by_type = any(isinstance(own, Mapping) for own in parameters.values())
     own = (parameters.get(kind) or {}) if is_by_type else parameters
+    if not isinstance(own, Mapping):
+        raise UserError(
+            f"{source.name}={source.model}: rope_parameters in its config must be a mapping for {kind}, got {own!r}; "
+            "mend it or download the head again"
+        )
     found = {
         "rope_type": own.get("type", scaling.get("type", "default")),
         "rope_theta": values.get("rope_theta"),

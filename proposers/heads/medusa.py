@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu.panels import Change, Weight, unpacked
-from proposers.heads.head_sizes import head_size, require_target_sizes
+from proposers.heads.head_sizes import head_number, head_size, require_target_sizes
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -173,7 +173,7 @@ def _shape(config: Mapping[str, Any], tensors: dict[str, torch.Tensor], source: 
         has_bias=bool(config.get("medusa_fc_bias", False)),
         lm_head="one" if config.get("original_lm_head", False) else "each",
         num_mapped_tokens=num_tokens if num_tokens < vocab_size else None,
-        logit_scale=float(config.get("logit_scale", 1.0)),
+        logit_scale=head_number(config, "logit_scale", 1.0, source),
     )
 
 

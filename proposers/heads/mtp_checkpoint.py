@@ -185,15 +185,16 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
 
 def _speculators_layer(values: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
     """The config of the decoder block in a config of the speculators format."""
-    kind, layer = values["speculators_model_type"], values.get("transformer_layer_config")
+    kind = values["speculators_model_type"]
+    layer: Mapping[str, Any] | None = values.get("transformer_layer_config")  # as read_head_config sees to
     if kind != "mtp":
         raise UserError(
             f"{source.name}={source.model}: speculators_model_type must be 'mtp' with method=mtp, got {kind!r}; "
             "name the method that the head was made for"
         )
-    if not isinstance(layer, Mapping):
+    if layer is None:
         raise UserError(
-            f"{source.name}={source.model}: config.json must hold transformer_layer_config, a mapping, got {layer!r}; "
+            f"{source.name}={source.model}: config.json must hold transformer_layer_config, a mapping, got none; "
             "download the head again"
         )
     return layer

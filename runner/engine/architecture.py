@@ -16,9 +16,9 @@ from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION, DeltaShapes, read_
 from runner.engine.errors import UserError
 from runner.engine.expert_shapes import ExpertShapes, read_expert_shapes
 from runner.engine.families import FAMILIES, GEMMA4_FAMILIES
-from runner.engine.family import Family, NormNames, is_told, stated
+from runner.engine.family import Family, NormNames, is_told, named, stated
 from runner.engine.fused_tensors import Fused
-from runner.engine.head_shapes import HeadShapes, named, read_head_shapes
+from runner.engine.head_shapes import HeadShapes, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
 from runner.engine.layer_kinds import MLP_BLOCKS, attention_chunks, has_mlp, mixes, ropes, sliding_windows
 from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipliers
@@ -157,6 +157,11 @@ class Architecture:
         return frozenset(f"model.layers.{layer}.self_attn.{name}" for layer in others for name in names)
 
 
+def are_names(values: Any) -> bool:
+    """Whether it is a list of strings, as `architectures` of a config must be."""
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
 def gate_up_rows(name: str, intermediate_size: int) -> dict[str, int]:
     """Rows of the matrices that an MLP of this name within a layer begins with, by name."""
     return {f"{name}.gate_proj": intermediate_size, f"{name}.up_proj": intermediate_size}
@@ -170,6 +175,11 @@ def read_architecture(config: Any) -> Architecture | None:
     """
     name = config.model_type
     architectures = config.architectures or [f"{name.capitalize()}ForCausalLM"]
+    if not are_names(architectures):
+        raise UserError(
+            f"architectures of a {name} checkpoint{named(config)} must be a list of names, got {architectures!r}; mend "
+            "its config"
+        )
     if name not in FAMILIES or not architectures[0].endswith("ForCausalLM"):
         return None
     family = FAMILIES[name]
@@ -286,9 +296,11 @@ def _require_own(config: Any) -> None:
     """Raises UserError for an option that our decoder does not have."""
     name = config.model_type
     of = f"of a {name} checkpoint{named(config)}"
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers"):
-        if getattr(config, key, 1) < 1:
-            raise UserError(f"{key} {of} must be >= 1, got {getattr(config, key)}; mend its config")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    for key in sizes:
+        size = getattr(config, key, None)
+        if size is not None and size < 1:
+            raise UserError(f"{key} {of} must be >= 1, got {size}; mend its config")
     for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):
         told = getattr(config, key, rule)
         if bool(told) != rule and told != "vision":  # of images' tokens alone; transformers reads the latter of all

@@ -106,14 +106,10 @@ def load_config(source: ModelSource) -> Any:
     Raises:
         UserError: no such model, or a config that cannot be read.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     register_configs()
-    unreadable = (
-        *(ValueError, TypeError, OSError, KeyError, ZeroDivisionError, NotImplementedError),
-        StrictDataclassError,
-    )
+    unreadable = unreadable_config()
     if source.is_dummy and source.hf_config is not None:
         values = dict(source.hf_config)
         name = source.name.replace(".model", ".hf_config")
@@ -141,6 +137,14 @@ def load_config(source: ModelSource) -> Any:
     return text_config(config, None if source.is_dummy else lambda: _slices(source))
 
 
+def unreadable_config() -> tuple[type[Exception], ...]:
+    """What transformers raises over a config that has something else where it looks for numbers, names or mappings."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    of_lookups = (KeyError, IndexError, AttributeError)
+    return (ValueError, TypeError, OSError, ZeroDivisionError, NotImplementedError, *of_lookups, StrictDataclassError)
+
+
 def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | None:
     """What to do about a config of a family that transformers does not have; None: it is another error's turn."""
     from transformers import CONFIG_MAPPING
@@ -151,6 +155,8 @@ def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | N
         family, code = values.get("model_type"), (values.get("auto_map") or {}).get("AutoConfig")
     except (ValueError, AttributeError):  # no JSON, or no object
         return None
+    if not isinstance(family, str | None):
+        return f"must have a model_type that is a name, got {family!r}; mend it or download the checkpoint again"
     if code is not None and not source.trust_remote_code:
         if family in CONFIG_MAPPING:
             return None

@@ -116,3 +116,8 @@ def is_told(config: Any, told: bool | str) -> bool:
 def stated(config: Any, family: Family, key: str, default: Any = None) -> Any:
     """What a config says by a key that the family's code reads."""
     return getattr(config, key, default) if key in family.reads else default
+
+
+def named(config: Any) -> str:
+    """Whose config it is, for errors."""
+    return f" ({config.name_or_path})" if config.name_or_path else ""

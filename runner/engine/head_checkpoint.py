@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from runner.engine.architecture import Architecture, read_architecture
+from runner.engine.architecture import Architecture, are_names, read_architecture
 from runner.engine.checkpoint import (
     ModelSource,
     read_tensors,
     register_configs,
     require_finite,
     resolve_directory,
+    unreadable_config,
 )
 from runner.engine.errors import UserError, first_of
 from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
@@ -28,14 +29,26 @@ from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+# Keys that heads of several kinds have, and their layers; null is as good as no key, but where layers should stand.
+_LAYERS = "transformer_layer_config"
+_NAMES = ("architectures", "layer_types")
+_MAPPINGS = ("rope_parameters", "rope_scaling", "dflash_config", "eagle_config", _LAYERS)
 
 
 def read_head_config(source: ModelSource) -> dict[str, Any]:
     """config.json of a head, or the hf_config that stands in for it when load_format is dummy.
 
     Raises:
-        UserError: no such head, or no JSON object there.
+        UserError: no such head, no JSON object there, or something else in it where heads have names or mappings.
     """
+    values = _read_values(source)
+    for part in (values, values.get(_LAYERS)):
+        if isinstance(part, Mapping):
+            _require_kinds(part, source)
+    return values
+
+
+def _read_values(source: ModelSource) -> dict[str, Any]:
     if source.is_dummy and source.hf_config is not None:
         return dict(source.hf_config)
     directory = resolve_directory(source, weights=not source.is_dummy, pickles=PICKLES)
@@ -51,6 +64,19 @@ def read_head_config(source: ModelSource) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{source.name}: {file} must hold a JSON object; download the head again")
     return values
+
+
+def _require_kinds(values: Mapping[str, Any], source: ModelSource) -> None:
+    for key in (*_NAMES, *_MAPPINGS):
+        value = values.get(key)
+        is_right = are_names(value) if key in _NAMES else isinstance(value, Mapping)
+        if is_right or key not in values or (value is None and key != _LAYERS):
+            continue
+        rule = "a list of names" if key in _NAMES else "a mapping"
+        raise UserError(
+            f"{source.name}={source.model}: {key} in its config must be {rule}, got {value!r}; mend it or download the "
+            "head again"
+        )
 
 
 def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
@@ -129,14 +155,14 @@ def read_own_config(model_type: str, values: Mapping[str, Any], source: ModelSou
     Raises:
         UserError: transformers cannot read it.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     register_configs()
     own = {key: value for key, value in values.items() if key != "model_type"}
+    own["name_or_path"] = source.model  # what errors about its sizes name
     try:
         return AutoConfig.for_model(model_type, **own)
-    except (ValueError, TypeError, KeyError, NotImplementedError, StrictDataclassError) as error:
+    except unreadable_config() as error:
         raise UserError(
             f"{source.name}={source.model}: its config.json cannot be read as a {model_type} config: "
             f"{' '.join(str(error).split())}; mend it or download the head again"

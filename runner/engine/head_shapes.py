@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.family import Family, is_told, stated
+from runner.engine.family import Family, is_told, named, stated
 from runner.engine.layer_kinds import FULL
 from runner.engine.rope import HeadLayout
 
@@ -80,9 +80,10 @@ def _kinds(config: Any, family: Family) -> list[str]:
 def _require_heads(own: Any, config: Any) -> None:
     """own: the config as one of the layers has it."""
     of = f"of a {config.model_type} checkpoint{named(config)}"
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(own, key) < 1:
-            raise UserError(f"{key} {of} must be >= 1, got {getattr(own, key)}; mend its config")
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        size = getattr(own, key, None)
+        if size is not None and size < 1:  # without a head_dim it follows from the others
+            raise UserError(f"{key} {of} must be >= 1, got {size}; mend its config")
     if own.num_attention_heads % own.num_key_value_heads:
         raise UserError(
             f"num_attention_heads {of} must be divisible by num_key_value_heads ({own.num_key_value_heads}), "
@@ -103,11 +104,6 @@ def _kv_layers(config: Any, family: Family) -> list[int | None]:
         )
     has_own = num_layers - num_sharing
     return [None if layer < has_own else last_of_kind[kind] for layer, kind in enumerate(kinds)]
-
-
-def named(config: Any) -> str:
-    """Whose config it is, for errors; of none that a head brings along."""
-    return f" ({config.name_or_path})" if config.name_or_path else ""
 
 
 def _layout(config: Any, family: Family) -> HeadLayout:

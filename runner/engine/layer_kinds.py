@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.family import Family, stated
+from runner.engine.family import Family, named, stated
 from runner.engine.rope import ONE_ROPE, RopeKey
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types: layers that see all, or a window
@@ -26,6 +26,7 @@ def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
     if not family.has_rope:
         return (None,) * int(config.num_hidden_layers)
+    _require_bases(config)
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         return tuple(config.layer_types)  # Gemma 3: each kind of layers has its own
     if family.is_rope_in_windows and config.sliding_window is not None:
@@ -45,6 +46,22 @@ def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
         if others:
             return tuple(float(base) or None for base in bases)
     return tuple(ONE_ROPE if is_turned else None for is_turned in turned)
+
+
+def _require_bases(config: Any) -> None:
+    """Raises UserError for rotations of kinds of layers that no layer is of, and for a base that is no number."""
+    parameters, of = config.rope_parameters, f"of a {config.model_type} checkpoint{named(config)}"
+    by_kind = {kind: own for kind, own in parameters.items() if isinstance(own, dict)}
+    kinds = getattr(config, "layer_types", None) or ()
+    if by_kind and by_kind.keys().isdisjoint(kinds):
+        raise UserError(
+            f"rope_parameters {of} must be numbers and names, or those of each of its layer_types, got mappings for "
+            f"{', '.join(by_kind)}; mend its config"
+        )
+    for own in by_kind.values() or [parameters]:
+        base = own.get("rope_theta", 1.0)
+        if not isinstance(base, int | float) or isinstance(base, bool) or base <= 0:
+            raise UserError(f"rope_theta {of} must be a number > 0, got {base!r}; mend its config")
 
 
 def attention_chunks(config: Any, family: Family) -> tuple[int | None, ...]:

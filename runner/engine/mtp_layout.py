@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from runner.engine.errors import UserError
+
 # Config keys that state how many modules there are, as DeepSeek, GLM, MiMo, ERNIE and Hunyuan name it, and Qwen3.5.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # model_type of drafters that are no modules: layers over the target's keys and values, in checkpoints of their own.
@@ -154,8 +156,18 @@ def layouts_of(config: Any) -> tuple[MtpLayout, ...]:
 
 
 def num_modules(config: Any) -> int:
-    """How many modules a target's config states; 0 when it says nothing."""
-    return max(int(getattr(config, key, None) or 0) for key in NUM_MODULES_KEYS)
+    """How many modules a target's config states; 0 when it says nothing.
+
+    Raises:
+        UserError: it states something else.
+    """
+    stated = {key: getattr(config, key, None) or 0 for key in NUM_MODULES_KEYS}
+    for key, count in stated.items():
+        if type(count) is not int or count < 0:
+            raise UserError(
+                f"{key} of a {config.model_type} checkpoint must be a whole number >= 0, got {count!r}; mend its config"
+            )
+    return max(stated.values())
 
 
 def modules_of(config: Any) -> Iterator[tuple[MtpLayout, int]]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.engine.family import Family
-from runner.engine.head_shapes import named
+from runner.engine.family import Family, named
 
 
 @dataclass(frozen=True, kw_only=True)
