@@ -27,6 +27,7 @@ LAYERS = "transformer_layer_config"  # of the speculators format
 NOT_NAMES = (5, "LlamaForCausalLM", {"a": 1}, [5])
 NOT_MAPPINGS = (5, "abc", ["x"], True)
 NOT_SIZES = ("abc", [1], {"a": 1}, -1, 1.5, True)
+NOT_FLAGS = ("false", 0, [True])
 NOT_IDS = (5, "abc", ["x"], {"a": 1}, [1.5], True)
 # (method, key, values that it cannot have); a key of what is within another stands behind a point.
 MALFORMED: list[tuple[str, str, tuple[Any, ...]]] = [
@@ -55,6 +56,9 @@ MALFORMED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("draft_model", "dtype", ("abc", [], ["x"])),
     ("eagle", "torch_dtype", ("abc",)),
     ("eagle3", "num_attention_heads", (-1,)),
+    *(("dflash", f"dflash_config.{key}", NOT_FLAGS) for key in ("use_swa", "sample_from_anchor", "causal")),
+    *(("dflash", key, NOT_FLAGS) for key in ("attention_sink_bias", "add_swa_attention_sink_bias", "has_lm_head")),
+    *(("dspark", key, NOT_FLAGS) for key in ("dspark_bonus_anchor", "sliding_window_non_causal", "has_embed_tokens")),
 ]  # fmt: skip
 
 

@@ -16,7 +16,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proposers.heads.head_sizes import head_layer_ids, head_number, head_size, layer_windows, require_target_sizes
+from proposers.heads.head_sizes import (
+    head_flag,
+    head_layer_ids,
+    head_number,
+    head_size,
+    layer_windows,
+    require_target_sizes,
+)
 from proposers.heads.mask_token import mask_token_id
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
@@ -54,6 +61,8 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logit_scale": ("logits of another scale than the target's", (None, 1.0)),
     "use_aux_hidden_state": ("a context of one hidden state without fc", (None, True)),
 }
+# Keys of MiMo's layers, and the values with which layers are Qwen3's all the same.
+UNREAD_OF_LAYERS: dict[str, tuple[Any, ...]] = {"partial_rotary_factor": (None, 1.0), "swa_rope_theta": (None,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,72 +129,95 @@ def read_dflash_config(
     elif GEMMA4_DEEPSPEC in listed:
         arch, hf_config = head_architecture(layer_values, source, GEMMA4_FAMILIES)
     else:
+        _require_whole_turns(source, layer_values)
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
     own = with_nested(values)
-    if _turns_neighbours(source, values, nested):
+    if _turns_neighbours(values, nested, source):
         arch = _with_neighbours_turned(arch)
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     kinds = hf_config.layer_types
-    if own.get("use_swa") and SLIDING not in kinds:  # vLLM's word for all of them
+    if head_flag(own, ("use_swa",), source) and SLIDING not in kinds:  # vLLM's word for all of them
         kinds = [SLIDING] * arch.num_layers
-    has_sinks = any(own.get(key) for key in SINK_KEYS)
+    has_sinks = head_flag(own, SINK_KEYS, source) or False
     arch = replace(arch, sliding_windows=layer_windows(kinds, window, source), has_sinks=has_sinks)
     of_target = head_size(values, "target_hidden_size", arch.hidden_size, source, is_null_default=True)
     for hidden_size in (arch.hidden_size, of_target):
         num_layers = own.get("num_target_layers")
         require_target_sizes(source, target, hidden_size=hidden_size, vocab_size=arch.vocab_size, num_layers=num_layers)
-    sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
-    block_size = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_defaults else None)
-    from_anchor = _samples_from_anchor(own, samples_from_anchor or is_deepspec)
-    fewest = 1 if from_anchor else 2  # rows of which one guesses
-    if type(block_size) is not int or block_size < fewest:
+    from_anchor = samples_from_anchor or is_deepspec
+    from_anchor = _samples_from_anchor(own, source, from_anchor, says_bonus=is_deepspec or kind == "DSpark")
+    spread = spread_layer_ids(target.model.num_layers, arch.num_layers) if has_defaults else None
+    brings = brings_ends or is_deepspec
+    return DFlashConfig(
+        arch=arch,
+        hf_config=hf_config,
+        tap_layers=_taps_of_target(source, aux_hidden_state_layer_ids or tap_layers(source, values, spread), target),
+        mask_token_id=mask_token_id(values, source, target.model.vocab_size),
+        block_size=_block_size(source, values, nested, has_default=has_defaults, fewest=1 if from_anchor else 2),
+        samples_from_anchor=from_anchor,
+        causal_layers=_causal_layers(hf_config.layer_types, values, nested, source),
+        draft_vocab_size=head_size(values, "draft_vocab_size", arch.vocab_size, source, is_null_default=True),
+        brings_embedding=head_flag(own, ("has_embed_tokens",), source, brings),
+        brings_projection=head_flag(own, ("has_lm_head",), source, brings),
+    )
+
+
+def _require_whole_turns(source: ModelSource, layer_values: Mapping[str, Any]) -> None:
+    """Raises UserError for rotations, or values, that Qwen3's layers do not have (MiMo's do)."""
+    ropes = (layer_values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    told = [(key, part.get(key)) for part in (layer_values, *ropes) for key in UNREAD_OF_LAYERS]
+    found = [f"{key}={value!r}" for key, value in told if value not in UNREAD_OF_LAYERS[key]]
+    if (value := layer_values.get("v_head_dim")) not in (None, layer_values.get("head_dim")):
+        found.append(f"v_head_dim={value!r}")
+    if found:
         raise UserError(
-            f"{source.name}={source.model}: block_size must be a whole number >= {fewest}, got {block_size!r}; mend "
-            "its config"
+            f"{source.name}={source.model} must have Qwen3's layers, got {', '.join(found)}, which such layers do not "
+            "have; choose another head"
         )
-    if aux_hidden_state_layer_ids is None:
-        spread = spread_layer_ids(target.model.num_layers, arch.num_layers) if has_defaults else None
-        taps = tap_layers(source, values, spread)
-    else:
-        taps = aux_hidden_state_layer_ids
+
+
+def _block_size(
+    source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any], *, has_default: bool, fewest: int
+) -> int:
+    """fewest: rows of which one guesses."""
+    sizes = (nested.get("block_size"), values.get("block_size"), values.get("dspark_block_size"))
+    found = next((size for size in sizes if size is not None), DEFAULT_BLOCK_SIZE if has_default else None)
+    if type(found) is not int or found < fewest:
+        raise UserError(
+            f"{source.name}={source.model}: block_size must be a whole number >= {fewest}, got {found!r}; mend its "
+            "config"
+        )
+    return found
+
+
+def _taps_of_target(source: ModelSource, taps: tuple[int, ...], target: LoadedModel) -> tuple[int, ...]:
     if not all(0 <= tap <= target.model.num_layers for tap in taps):
         raise UserError(
             f"{source.name}={source.model} reads the target's hidden states {list(taps)}, which must lie in "
             f"[0, {target.model.num_layers}] (i = after i layers of {target.source.model}); choose the head of this "
             "target, or set method.aux_hidden_state_layer_ids"
         )
-    return DFlashConfig(
-        arch=arch,
-        hf_config=hf_config,
-        tap_layers=taps,
-        mask_token_id=mask_token_id(values, source, target.model.vocab_size),
-        block_size=block_size,
-        samples_from_anchor=from_anchor,
-        causal_layers=_causal_layers(hf_config.layer_types, values, nested, is_speculators),
-        draft_vocab_size=head_size(values, "draft_vocab_size", arch.vocab_size, source, is_null_default=True),
-        brings_embedding=bool(own.get("has_embed_tokens", brings_ends or is_deepspec)),
-        brings_projection=bool(own.get("has_lm_head", brings_ends or is_deepspec)),
-    )
+    return taps
 
 
-def _samples_from_anchor(own: Mapping[str, Any], default: bool) -> bool:
-    """Whether the pending token's row guesses; dspark_bonus_anchor says the contrary, in vLLM's words."""
-    told = own.get("sample_from_anchor")
-    if told is None and own.get("dspark_bonus_anchor") is not None:
-        told = not own["dspark_bonus_anchor"]
-    return default if told is None else bool(told)
+def _samples_from_anchor(own: Mapping[str, Any], source: ModelSource, default: bool, *, says_bonus: bool) -> bool:
+    """Whether the pending token's row guesses; dspark_bonus_anchor says the contrary, in vLLM's words of DSpark."""
+    told = head_flag(own, ("sample_from_anchor",), source)
+    bonus = head_flag(own, ("dspark_bonus_anchor",), source) if says_bonus else None
+    if told is not None and told == bonus:
+        raise UserError(
+            f"{source.name}={source.model}: sample_from_anchor and dspark_bonus_anchor in its config must not be the "
+            f"same, got {told!r} twice; mend it or download the head again"
+        )
+    if told is None and bonus is not None:
+        told = not bonus
+    return default if told is None else told
 
 
-def _turns_neighbours(source: ModelSource, values: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    told = {key: part[key] for part in (values, nested) for key in HALVES_KEYS if part.get(key) is not None}
-    for key, are_halves in told.items():
-        if not isinstance(are_halves, bool):
-            raise UserError(
-                f"{source.name}={source.model}: {key} must be true or false, got {are_halves!r}; mend its config"
-            )
-    return False in told.values()
+def _turns_neighbours(values: Mapping[str, Any], nested: Mapping[str, Any], source: ModelSource) -> bool:
+    return any(head_flag(part, (key,), source) is False for part in (values, nested) for key in HALVES_KEYS)
 
 
 def _with_neighbours_turned(arch: Architecture) -> Architecture:
@@ -283,12 +315,13 @@ def spread_layer_ids(num_target_layers: int, num_layers: int) -> list[int] | Non
 
 
 def _causal_layers(
-    layer_types: Sequence[str], values: Mapping[str, Any], nested: Mapping[str, Any], is_speculators: bool
+    layer_types: Sequence[str], values: Mapping[str, Any], nested: Mapping[str, Any], source: ModelSource
 ) -> tuple[bool, ...]:
     """Layers that are sliding ones by their types are causal unless the config says otherwise, and the others not
     (z-lab, speculators)."""
     slides = [kind == SLIDING for kind in layer_types]
-    if is_speculators:
-        return tuple(own and not values.get("sliding_window_non_causal", False) for own in slides)
-    told = values.get("is_causal", nested.get("causal"))  # z-lab's key, vLLM's
-    return tuple(slides if told is None else [bool(told)] * len(slides))
+    if "transformer_layer_config" in values:
+        sees_all = head_flag(values, ("sliding_window_non_causal",), source, False)
+        return tuple(own and not sees_all for own in slides)
+    told = head_flag(values, ("is_causal",), source, head_flag(nested, ("causal",), source))  # z-lab's key, vLLM's
+    return tuple(slides if told is None else [told] * len(slides))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -54,6 +54,30 @@ def head_number(config: Mapping[str, Any], key: str, default: float, source: Mod
             "download the head again"
         )
     return float(value)
+
+
+@overload
+def head_flag(config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool) -> bool: ...
+@overload
+def head_flag(
+    config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool | None = None
+) -> bool | None: ...
+def head_flag(
+    config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool | None = None
+) -> bool | None:
+    """What the first of the keys that a head's config has says; null is as good as none.
+
+    Raises:
+        UserError: one of them is neither true nor false.
+    """
+    told = {key: config[key] for key in keys if config.get(key) is not None}
+    for key, value in told.items():
+        if not isinstance(value, bool):
+            raise UserError(
+                f"{source.name}={source.model}: {key} in its config must be true or false, got {value!r}; mend it or "
+                "download the head again"
+            )
+    return next(iter(told.values()), default)
 
 
 def head_layer_ids(key: str, ids: Any, offset: int, source: ModelSource) -> tuple[int, ...]:
