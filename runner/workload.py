@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import random
@@ -107,6 +108,8 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
         remedy = "convert it, as with: iconv -f latin1 -t utf-8"
         if error.object.startswith(GZIP_MAGIC):
             held, remedy = "gzip's compressed data", "decompress it, as with: gzip -dk"
+        elif error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            held, remedy = "UTF-16", "convert it, as with: iconv -f utf-16 -t utf-8"
         raise UserError(
             f"workload.path must be a file in UTF-8, got {str(path)!r}, which holds {held}; {remedy}"
         ) from error
@@ -130,7 +133,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, or nested too deep
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         got = f"{line.strip()[:60]!r}: {reason}"
-        raise UserError(f"{place} must be a JSON object, got {got}; mend that line") from error
+        is_list = line.lstrip().startswith("[") and place.endswith(":1")
+        remedy = "write each entry of a JSON list in a line, as with: jq -c '.[]'" if is_list else "mend that line"
+        raise UserError(f"{place} must be a JSON object, got {got}; {remedy}") from error
     if not isinstance(row, Mapping):
         remedy = f'write {{"{prompt_field}": ...}}, one object a line'
         raise UserError(f"{place} must be a JSON object, got a {type(row).__name__}; {remedy}")
@@ -145,8 +150,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(entry, Mapping) for entry in prompt)
     is_mapping = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(PROMPT_KEYS)
     if not (is_chat or (isinstance(prompt, str) and prompt) or is_mapping or is_token_ids(prompt)):
-        got = "an empty one" if prompt in ("", []) else repr(str(prompt)[:60])
-        raise UserError(f"{place}: {prompt_field} must be a string, chat messages or token ids, got {got}")
+        got = json.dumps(prompt)[:60]
+        rule = "must be a string that is not empty, chat messages or token ids"
+        raise UserError(f"{place}: {prompt_field} {rule}, got {got}; mend or remove that line")
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, as "\ud800" in JSON

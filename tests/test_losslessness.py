@@ -103,6 +103,18 @@ def test_a_method_changes_no_token(
     assert 0 < accepted < drafted, "a test of a method that is never right, or never wrong, would show little"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restart_forgets_all_that_earlier_requests_taught(engines: Engines, method: str) -> None:
+    """Otherwise a method is measured with what it learned from the warm-up, which runs the workload itself."""
+    llm, some = engines(method_config(method, 16), **ROOMY), slice(3, 6)
+    seen = []
+    for _ in range(2):
+        llm.engine.proposer.restart()
+        _, metrics = complete(llm, PROMPTS[some], PARAMS[some])
+        seen.append([(record.request_id, record.drafts) for record in metrics.records])
+    assert seen[0] == seen[1], "what a proposer keeps from request to request it must forget in `restart`"
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one request at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 4096},
     "three at a time": {"max_num_seqs": 3, "max_num_batched_tokens": 4096},

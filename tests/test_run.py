@@ -341,10 +341,15 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
         ('["x"]', r'1 must be a JSON object, got a list; write {"prompt": \.\.\.}'),
         ('{"text": "x"}', "1 must have the field 'prompt', and has text; set workload.prompt_field="),
         ('{"prompt": "\\ud800"}', r"1: prompt must be text that UTF-8 can hold, got '\\ud800'"),
-        ('{"messages": []}', "1: messages must be a string, chat messages or token ids, got an empty one"),
-        ('{"prompt": 7}', "must be a string, chat messages or token ids"),
-        ('{"prompt": ""}', "1: prompt must be a string, chat messages or token ids, got an empty one"),
-        ('{"prompt": {"text": "x"}}', "1: prompt must be a string, chat messages or token ids, got"),
+        ('{"messages": []}', r"1: messages must be a string that .*, got \[\]; mend or remove"),
+        ('{"prompt": 7}', "must be a string that is not empty, chat messages or token ids, got 7"),
+        (
+            '{"prompt": ""}',
+            """1: prompt must be a string that is not empty, chat messages or token ids, got ""; mend""",
+        ),
+        ('{"prompt": {"text": "x"}}', "1: prompt must be a string that .*, got {.text.: .x.}; mend"),
+        ('{"prompt": null}', "1: prompt must be a string that .*, got null; mend or remove that line"),
+        ('[\n{"prompt": "x"}\n]', r"1 must be a JSON object, got .*; write each entry of .*: jq -c '\.\[\]'"),
         ('{"prompt": "x", "max_tokens": 0}', "1: max_tokens must be >= 1, got 0; mend it, or leave it out"),
         ('{"prompt": "x", "temperature": "hot"}', "1: temperature must be a number, got 'hot'"),
         ('{"prompt": "x", "id": NaN}', "1 must be a JSON object, got .*: NaN is no JSON; mend"),
@@ -372,6 +377,9 @@ def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(
         read_workload(JsonlWorkload(name="jsonl", path="x" * 300))
     with pytest.raises(UserError, match=r"got '/dev/null'; it is not a regular file: write what comes from it to one"):
         read_workload(JsonlWorkload(name="jsonl", path="/dev/null"))
+    path.write_text('{"prompt": "x"}', encoding="utf-16")
+    with pytest.raises(UserError, match=r"which holds UTF-16; convert it, as with: iconv -f utf-16 -t utf-8"):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
     path.write_bytes(gzip.compress(b'{"prompt": "x"}\n'))
     with pytest.raises(UserError, match=r"which holds gzip's compressed data; decompress it, as with: gzip -dk"):
         read_workload(JsonlWorkload(name="jsonl", path=str(path)))

@@ -52,6 +52,7 @@ def point(step: int, *, drafts: int = 2, drafted: int = 8, accepted: int = 4) ->
         num_draft_tokens=drafted,
         num_accepted_tokens=accepted,
         num_output_tokens=6,
+        is_decoding=step % 3 > 0,
         is_whole=(None, True, False)[step % 3],
     )
 

@@ -65,7 +65,7 @@ def test_numbers_are_compared_within_a_repeat_and_the_fewest_that_none_beats_eve
     assert grid.best(1) == 0, "guesses that cost more than they bring"
 
 
-def point(num_requests: int, num_tokens: int, seconds: float) -> StepPoint:
+def point(num_requests: int, num_tokens: int, seconds: float, *, is_decoding: bool = True) -> StepPoint:
     return StepPoint(
         finished_at=0.0,
         total_seconds=seconds,
@@ -74,6 +74,7 @@ def point(num_requests: int, num_tokens: int, seconds: float) -> StepPoint:
         num_draft_tokens=0,
         num_accepted_tokens=0,
         num_output_tokens=num_tokens,
+        is_decoding=is_decoding,
         is_whole=None,
     )
 
@@ -81,10 +82,11 @@ def point(num_requests: int, num_tokens: int, seconds: float) -> StepPoint:
 def test_a_batch_size_is_measured_by_the_steps_that_are_full() -> None:
     one = Pass(metrics=MetricsCollector(), requests=[], errors={})
     one.metrics.step_points += [point(2, 2, 9.0), point(4, 6, 0.5), point(4, 10, 1.5), point(3, 99, 1.0)]
+    one.metrics.step_points.append(point(4, 4, 3.0, is_decoding=False))  # prompts, which small batches fill more often
     grid = Grid(batch_sizes=[4], num_speculative_tokens=[0])
     grid.add((4, 0), one, full_steps(one, batch_size=4))
     assert (grid.tokens_per_second, grid.num_full_steps) == ({(4, 0): [8.0]}, {(4, 0): 2})
-    with pytest.raises(UserError, match="5 requests never got tokens in one step"):
+    with pytest.raises(UserError, match="5 requests never decoded in one step"):
         full_steps(one, batch_size=5)
 
 
@@ -180,27 +182,35 @@ def test_every_pass_begins_with_what_the_proposer_knew_when_it_was_built(
     assert begins[begins.index(plain[0]) :] == [*plain, *method, *method, *plain]
 
 
+@pytest.mark.parametrize("last", [6, 3])
 def test_an_interrupt_keeps_the_repeats_that_were_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int
 ) -> None:
+    """Passes: two of the warm-up, two of the first repeat, two of the second."""
     run_pass, num_passes = grid_module.run_pass, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_passes
         num_passes += 1
-        if num_passes == 6:  # two of the warm-up, two of the first repeat, one of the second
+        if num_passes == last:
             raise KeyboardInterrupt
         return run_pass(*args, **kwargs)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grid_module, "run_pass", interrupted)
-    options = ("--batch-sizes", "1", "--num-speculative-tokens", "2", "--output", str(tmp_path))
+    output = tmp_path / "tuned"
+    options = ("--batch-sizes", "1", "--num-speculative-tokens", "2", "--output", str(output))
     assert main([*SMALL, "tracking=jsonl", *options]) == 130
-    result = json.loads((tmp_path / "tuning.json").read_text())
-    assert (result["repeats"], result["is_complete"]) == (1, False)
+    assert output.exists() == (last == 6)
+    if last == 6:
+        result = json.loads((output / "tuning.json").read_text())
+        assert (result["repeats"], result["is_complete"]) == (1, False)
     (run,) = [json.loads(line) for line in (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()]
     assert run["status"] == "KILLED"
-    assert "interrupted" in capsys.readouterr().err
+    kept = (
+        f"the repeats that were complete are in {output}" if last == 6 else "no repeat was complete; nothing was saved"
+    )
+    assert f"interrupted; {kept}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

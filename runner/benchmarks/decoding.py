@@ -87,6 +87,8 @@ def _measure(target: SharedTarget, options: argparse.Namespace, found: Found) ->
     """Fills `found` as it goes, so that an interrupt leaves what there is."""
     timed = [name for name in CASES if name in options.cases]
     variants = VARIANTS if IDENTICAL in options.cases else ()
+    methods = [each.method or {} for each in (*(CASES[name] for name in timed), *variants)]
+    target.longest_text(max((int(own.get("num_speculative_tokens", 0)) for own in methods), default=0))
     captures = target.device.type == "cuda"
     num_warm_ups = 2 if captures else 1  # a layout is captured when it comes again
     num_runs = len(timed) * (num_warm_ups + options.rounds)

@@ -85,18 +85,27 @@ class SharedTarget:
         """Tokens that the cache of a plain engine has room for, and one behind them."""
         return self.prompt_tokens + longest_output(self.new_tokens, 0) - 1
 
+    def longest_text(self, num_draft_tokens: int) -> int:
+        """Tokens of a request with its prompt.
+
+        Raises:
+            UserError: the model has no room for so many.
+        """
+        longest = self.prompt_tokens + longest_output(self.new_tokens, num_draft_tokens)
+        if longest > (most := self.weights.max_model_len):
+            raise UserError(
+                f"--prompt-tokens and --new-tokens must be {most - longest + self.prompt_tokens + self.new_tokens} "
+                f"together at most (the model takes {most}), got {self.prompt_tokens} + {self.new_tokens}; lower one "
+                "of them"
+            )
+        return longest
+
     def engine(self, method: Mapping[str, Any] | None, batch_size: int, *, batch_invariant: bool = True) -> LLM:
         """The engine of a method, keys of the `method` group, with a cache for batch_size requests; None: plain."""
         key = f"{batch_size} {batch_invariant} {sorted((method or {}).items())}"
         if key not in self._engines:
             drafts = 0 if method is None else int(method["num_speculative_tokens"])
-            longest = self.prompt_tokens + longest_output(self.new_tokens, drafts)
-            if longest > self.weights.max_model_len:
-                raise UserError(
-                    f"--prompt-tokens and --new-tokens must leave {longest - self.prompt_tokens - self.new_tokens} of "
-                    f"the model's {self.weights.max_model_len} tokens free, got {self.prompt_tokens} and "
-                    f"{self.new_tokens}; lower one of them"
-                )
+            longest = self.longest_text(drafts)
             blocks = batch_size * -(-longest // BLOCK_SIZE)
             config = self._config(method, {"num_gpu_blocks_override": blocks, "batch_invariant": batch_invariant})
             self._engines[key] = LLM.from_config(config, self.weights)

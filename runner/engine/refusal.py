@@ -13,7 +13,10 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
     if num_prompt == 0:
         return "the prompt must have at least one token, got none"
     if num_prompt >= limit:
-        return f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it"
+        return (
+            f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it, or raise "
+            "max_model_len"
+        )
     strange = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
     if strange is not None:
         rule = f"prompt_token_ids must lie in [0, {vocab_size - 1}], the vocabulary"
@@ -33,7 +36,10 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
     if blocks.num_blocks_for(longest) > blocks.num_usable_blocks:
         room = blocks.num_usable_blocks * blocks.block_size
         remedy = "lower max_tokens" if num_prompt < room else "shorten the prompt"
-        return f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; {remedy}"
+        return (
+            f"prompt and max_tokens must fit the KV cache ({room} tokens), got {longest}; {remedy}, or give the cache "
+            "more room (num_gpu_blocks_override, gpu_memory_utilization)"
+        )
     return None
 
 

@@ -59,6 +59,7 @@ class MetricsCollector:
             num_draft_tokens=sum(r.num_draft_tokens for r in drafts),
             num_accepted_tokens=sum(r.num_accepted_tokens for r in drafts),
             num_output_tokens=sum(r.num_output_tokens for r in step.request_steps),
+            is_decoding=step.is_decoding,
             is_whole=step.in_parts is None if step.is_decoding and step.in_parts is not InParts.UNCAPTURED else None,
         )
         self.step_points.append(point)

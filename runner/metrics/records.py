@@ -82,4 +82,5 @@ class StepPoint:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_output_tokens: int
+    is_decoding: bool  # else it computes prompts
     is_whole: bool | None  # None: no request decodes, or steps are not captured here

@@ -40,7 +40,14 @@ TUNED = {"num_speculative_tokens_per_batch_size": ("null", "auto"), "disable_by_
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    return exit_status(lambda: _run(options))
+    return exit_status(lambda: _run(options), kept=lambda: _kept(options.output))
+
+
+def _kept(output: Path) -> str:
+    is_saved = (output / RESULT_FILE).exists()
+    return (
+        f"the repeats that were complete are in {output}" if is_saved else "no repeat was complete; nothing was saved"
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -55,6 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     numbers = _numbers_of_tokens(options, llm.engine.proposer.num_speculative_tokens)
     has_auto = config.method.num_speculative_tokens_per_batch_size == "auto"
     grid = Grid(batch_sizes=batch_sizes, num_speculative_tokens=numbers, has_auto=has_auto)
+    is_new = not options.output.exists()
     options.output.mkdir(parents=True, exist_ok=True)
     run_name = config.run_name or f"{Path(config.model.model).name}-{config.method.method}-tuning"
     with open_run(config, llm.engine, items, run_name=run_name) as tracker:
@@ -66,6 +74,8 @@ def _run(options: argparse.Namespace) -> None:
                 result, files = _report(grid, llm, items, options)
                 tracker.log_summary(result)
                 tracker.log_artifacts(files)
+            elif is_new:
+                options.output.rmdir()
     if tracker.location is not None:
         print(f"tracked: {tracker.location}")
 

@@ -28,7 +28,7 @@ class Grid:
     batch_sizes: Sequence[int]
     num_speculative_tokens: Sequence[int]  # ascending; the first is 0: plain decoding, without a drafter
     has_auto: bool = False  # the engine's own choice is measured beside them; it must be configured so
-    # Of each repeat: tokens/s over the full steps, in which as many requests as the batch size got tokens.
+    # Of each repeat: tokens/s over the full steps, in which as many requests as the batch size decoded.
     tokens_per_second: dict[Cell, list[float]] = field(default_factory=dict)
     num_full_steps: dict[Cell, int] = field(default_factory=dict)  # of all repeats
     drafts: dict[Column, RequestTotals] = field(default_factory=dict)  # of all passes
@@ -117,15 +117,15 @@ def column_name(column: Column) -> str:
 
 
 def full_steps(one: Pass, *, batch_size: int) -> list[StepPoint]:
-    """Those in which so many requests got tokens; at the end of a workload, batches are smaller.
+    """Those in which so many requests decoded; at the end of a workload, batches are smaller.
 
     Raises:
         UserError: there is none.
     """
-    full = [point for point in one.metrics.step_points if point.num_requests == batch_size]
+    full = [point for point in one.metrics.step_points if point.is_decoding and point.num_requests == batch_size]
     if not full:
         raise UserError(
-            f"--batch-sizes: {batch_size} requests never got tokens in one step; give the KV cache more room "
+            f"--batch-sizes: {batch_size} requests never decoded in one step; give the KV cache more room "
             "(hardware.gpu_memory_utilization), or leave this size out"
         )
     return full
