@@ -186,7 +186,7 @@ def _summaries(
                 *cut_text_notes(each.requests, engine.target_info.max_model_len),
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),
                 *core_wait_notes(core_wait_share, num_threads=config.hardware.num_threads),
-                *short_pass_notes([each.duration_s for each in compared]),
+                *(short_pass_notes([each.duration_s for each in compared]) if plain else ()),
                 *failures,
             ],
         )

@@ -248,7 +248,7 @@ def _target_of(config: dict[str, Any], directory: Path) -> SharedTarget:
 
 def test_texts_that_outgrow_the_model_are_refused_with_the_remedy(model: str) -> None:
     target = SharedTarget(model, device="cpu", prompt_tokens=100, new_tokens=150, max_batch_size=1)
-    with pytest.raises(UserError, match=r"leave 16 of the model's 256 tokens free, got 100 and 150; lower one"):
+    with pytest.raises(UserError, match=r"must be 240 together at most \(the model takes 256\), got 100 \+ 150; lower"):
         CASES["free"].measure(target, 0)
 
 
