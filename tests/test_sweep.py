@@ -255,7 +255,7 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     ending = cli("-m", "method=ngram,none", "method.num_speculative_tokens=2", "experiment_name=e", "run_name=r")
     assert ending.status == 0, ending.err
     assert len(ending.jobs) == 2
-    assert ending.out.splitlines()[-2:] == ["sweep at home", "show  mlflow ui"]
+    assert ending.out.splitlines()[-3:] == [" 1 of 2 points ran", "sweep at home", "show  mlflow ui"]
     assert parents == [
         {
             "params": {"method": "ngram,none"},

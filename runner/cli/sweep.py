@@ -6,7 +6,7 @@ ignored keys are out (method=none at several draft lengths) are run once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import format_exception_only
@@ -182,7 +182,7 @@ def launching(sweep: Sweep) -> Iterator[None]:
 
     sweeper.split_arguments, sweeper.setup = staticmethod(split_arguments), set_up
     try:
-        with _parent_run(sweep.configs[0], sweep.swept):
+        with _parent_run(sweep):
             yield
             if failed:
                 raise FailedPointsError(sweep, failed)
@@ -196,9 +196,16 @@ def _basic_sweeper() -> Any:
 
 
 @contextmanager
-def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[None]:
+def _parent_run(sweep: Sweep) -> Iterator[None]:
     from runner.report import print_comparison
     from runner.tracking import collecting_rows, start_sweep
+
+    config, swept = sweep.configs[0], sweep.swept
+
+    def show(rows: Sequence[Mapping[str, Any]]) -> None:
+        print_comparison(rows, params=tuple(swept))
+        if len(rows) < len(sweep.points):  # an interrupt, or points that could not start
+            print(f" {len(rows)} of {len(sweep.points)} points ran")
 
     if config.tracking != "mlflow":  # which finds the runs of jobs on other machines too
         with collecting_rows() as rows_of:
@@ -206,7 +213,7 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
                 yield
             finally:
                 if rows := rows_of(tuple(swept)):
-                    print_comparison(rows, params=tuple(swept))
+                    show(rows)
         return
     with start_sweep(
         params=swept,
@@ -218,7 +225,7 @@ def _parent_run(config: SpeculativeConfig, swept: dict[str, str]) -> Iterator[No
             yield
         finally:  # also what an interrupted or partly failed sweep has measured
             if rows := parent.children(tuple(swept)):
-                print_comparison(rows, params=tuple(swept))
+                show(rows)
                 print(f"sweep {parent.location}")
                 if parent.ui_command is not None:
                     print(f"show  {parent.ui_command}")
