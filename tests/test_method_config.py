@@ -250,6 +250,14 @@ def test_a_tree_is_told_what_it_should_be(tree: Any, message: str) -> None:
     assert text.startswith(f"method.speculative_token_tree {message}")
 
 
+@pytest.mark.parametrize("tree", [None, [[0], [1]], "dynamic"])
+def test_what_bounds_trees_that_grow_is_told_where_none_does(tree: Any) -> None:
+    values = {"method": "eagle", "model": "h", "num_speculative_tokens": 2, "speculative_token_tree": tree}
+    assert method_of(values).notes() == []
+    note = "without speculative_token_tree=dynamic nothing grows by tree_depth=7, tree_top_k=9"
+    assert method_of({**values, "tree_depth": 7, "tree_top_k": 9}).notes() == [note] * (tree != "dynamic")
+
+
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 @pytest.mark.parametrize("method", ["eagle", "medusa", "dflash"])
 def test_a_tree_whose_shape_follows_from_draws_is_refused_by_a_rule_that_reads_draft_probs(

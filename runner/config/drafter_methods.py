@@ -153,6 +153,16 @@ class GrowthKeys(DrafterMethod):
         description="dynamic tree: nodes that go on at each level, and children of each, in [1, 32]",
     )
 
+    def notes(self) -> list[str]:
+        changed = [
+            f"{key}={value}"
+            for key in ("tree_depth", "tree_top_k")
+            if (value := getattr(self, key)) != GrowthKeys.model_fields[key].default
+        ]
+        if not changed or getattr(self, "speculative_token_tree", None) == "dynamic":
+            return super().notes()
+        return [*super().notes(), f"without speculative_token_tree=dynamic nothing grows by {', '.join(changed)}"]
+
 
 class GrownTreeMethod(GrowthKeys, TreeDrafterMethod):
     """Heads that grow their tree level by level."""
