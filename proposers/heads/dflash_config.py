@@ -12,6 +12,7 @@ are read with these and some of their own (proposers/heads/dspark_config.py, dfl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ from runner.engine.families import GEMMA4_FAMILIES
 from runner.engine.head_checkpoint import head_architecture
 from runner.engine.layer_kinds import SLIDING
 from runner.engine.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
 DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
@@ -54,6 +57,7 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "projector_type": ("another projector (Domino, DSpark, LiLiCorr, XPress)", (None, "dflash")),
     "shift_label": ("Domino", (None, False)),
     "dspark_fixup_head_type": ("another sequential head", (None, "markov")),
+    "swa_rope_theta": ("another base of rotations in windows", (None,)),
     "attention_value_scale": ("values of another scale", (None, 1.0)),
     "input_embedding_scale": ("embeddings of another scale than the target's", (None, 1.0)),
     "output_multiplier": ("logits of another scale than the target's", (None, 1.0)),
@@ -61,8 +65,6 @@ FOREIGN_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logit_scale": ("logits of another scale than the target's", (None, 1.0)),
     "use_aux_hidden_state": ("a context of one hidden state without fc", (None, True)),
 }
-# Keys of MiMo's layers, and the values with which layers are Qwen3's all the same.
-UNREAD_OF_LAYERS: dict[str, tuple[Any, ...]] = {"partial_rotary_factor": (None, 1.0), "swa_rope_theta": (None,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def read_dflash_config(
     elif GEMMA4_DEEPSPEC in listed:
         arch, hf_config = head_architecture(layer_values, source, GEMMA4_FAMILIES)
     else:
-        _require_whole_turns(source, layer_values)
+        _warn_of_partial_turns(source, layer_values)
         layer_values["model_type"] = "qwen3"  # whatever the target is, the layers are Qwen3's
         arch, hf_config = head_architecture(layer_values, source)
     own = with_nested(values)
@@ -164,17 +166,16 @@ def read_dflash_config(
     )
 
 
-def _require_whole_turns(source: ModelSource, layer_values: Mapping[str, Any]) -> None:
-    """Raises UserError for rotations, or values, that Qwen3's layers do not have (MiMo's do)."""
+def _warn_of_partial_turns(source: ModelSource, layer_values: Mapping[str, Any]) -> None:
     ropes = (layer_values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    told = [(key, part.get(key)) for part in (layer_values, *ropes) for key in UNREAD_OF_LAYERS]
-    found = [f"{key}={value!r}" for key, value in told if value not in UNREAD_OF_LAYERS[key]]
-    if (value := layer_values.get("v_head_dim")) not in (None, layer_values.get("head_dim")):
-        found.append(f"v_head_dim={value!r}")
-    if found:
-        raise UserError(
-            f"{source.name}={source.model} must have Qwen3's layers, got {', '.join(found)}, which such layers do not "
-            "have; choose another head"
+    shares = [part.get("partial_rotary_factor") for part in (layer_values, *ropes)]
+    for share in dict.fromkeys(share for share in shares if share not in (None, 1.0)):
+        logger.warning(
+            "%s=%s: partial_rotary_factor=%s is not read, as Qwen3's layers in transformers do not; vLLM turns such a "
+            "part of its heads, so guesses differ",
+            source.name,
+            source.model,
+            share,
         )
 
 
