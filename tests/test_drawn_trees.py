@@ -18,6 +18,8 @@ from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.drafting.ranked_trees import RankedTrees
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from proposers.trees.static import Choices
+from runner.config.drafter_methods import MedusaMethod
+from runner.config.method import RejectionSampleMethod
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
@@ -142,17 +144,20 @@ def test_trees_of_drawn_candidates_keep_the_distribution(kind: str, rule: str, c
     assert value > ALPHA, value
 
 
-def test_block_gets_the_likeliest_candidates_where_one_list_serves_two_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = schedule_of([SamplingParams()] * 3, 4)
-    for rule, choices, is_told in (
-        ("block", TWO_CHAINS, True),
-        ("block", BROOM, False),
-        ("probabilistic", TWO_CHAINS, False),
-    ):
-        caplog.clear()
-        drafter = make_drafter("ranked", choices, RejectionSampler(rejection_sample_method=rule))
-        assert ("the likeliest ones are drafted" in caplog.text) == is_told
-        assert (drafter.propose(schedule).probs is None) == is_told
+@pytest.mark.parametrize(
+    ("rule", "choices", "is_drawn"),
+    [("block", TWO_CHAINS, False), ("block", BROOM, True), ("probabilistic", TWO_CHAINS, True)],
+)
+def test_block_gets_the_likeliest_candidates_where_one_list_serves_two_nodes(
+    rule: RejectionSampleMethod, choices: Choices, is_drawn: bool
+) -> None:
+    drafter = make_drafter("ranked", choices, RejectionSampler(rejection_sample_method=rule))
+    drafts = drafter.propose(schedule_of([SamplingParams()] * 3, 4))
+    assert (drafts.probs is not None) == is_drawn
+    config = MedusaMethod(
+        model="h", num_speculative_tokens=4, rejection_sample_method=rule, speculative_token_tree=choices
+    )
+    assert any("its likeliest are drafted" in note for note in config.notes()) != is_drawn
 
 
 def test_a_greedy_requests_tree_does_not_depend_on_its_neighbours() -> None:

@@ -27,7 +27,7 @@ LAYERS = "transformer_layer_config"  # of the speculators format
 NOT_NAMES = (5, "LlamaForCausalLM", {"a": 1}, [5])
 NOT_MAPPINGS = (5, "abc", ["x"], True)
 NOT_SIZES = ("abc", [1], {"a": 1}, -1, 1.5, True)
-NOT_FLAGS = ("false", 0, [True])
+NOT_FLAGS = ("false", 2, [True])
 NOT_IDS = (5, "abc", ["x"], {"a": 1}, [1.5], True)
 # (method, key, values that it cannot have); a key of what is within another stands behind a point.
 MALFORMED: list[tuple[str, str, tuple[Any, ...]]] = [

@@ -9,7 +9,6 @@ the draws below two nodes for independent, which one list for both is not: it ge
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -26,12 +25,11 @@ from proposers.trees.candidates import draw_candidates, likeliest_candidates, pe
 from proposers.trees.draft_tree import padded_tree
 from proposers.trees.rank_tree import RankTree, draft_tokens_from_ranks
 from proposers.trees.static import Choices, check_depth, check_ranks, static_tree
+from runner.engine.draft_trees import has_cousins
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device
-
-logger = logging.getLogger(__name__)
 
 
 class RankedTrees:
@@ -53,13 +51,8 @@ class RankedTrees:
         else:
             check_depth(self.choices, max_depth=max_depth)
             check_ranks(self.choices, proposer.context.vocab_size)
-            is_drawn = proposer.context.needs_draft_probs and proposer.draft_sample_method != "greedy"
-            if is_drawn and proposer.context.keys_by_draft_step and _has_cousins(self.choices):
-                logger.warning(
-                    "speculative_token_tree: candidates of one depth serve several nodes, which "
-                    "rejection_sample_method=block cannot judge as draws: the likeliest ones are drafted, as by "
-                    "draft_sample_method=greedy"
-                )
+            drafted = self.choices[: proposer.num_speculative_tokens]
+            if proposer.context.keys_by_draft_step and drafted and has_cousins(drafted):
                 proposer.draft_sample_method = "greedy"
         self.max_depth = max_depth
 
@@ -181,12 +174,6 @@ class RankedTrees:
 
         proposer.walk(requests, depths, draw)
         return best_first_paths(log_probs, num_nodes), token_ids
-
-
-def _has_cousins(choices: Choices) -> bool:
-    """Whether two nodes of one depth have children."""
-    parents = {path[:-1] for path in choices}
-    return len(parents) > len({len(path) for path in parents})
 
 
 def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -72,12 +72,12 @@ def head_flag(
     """
     told = {key: config[key] for key in keys if config.get(key) is not None}
     for key, value in told.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | int) or value not in (0, 1):
             raise UserError(
                 f"{source.name}={source.model}: {key} in its config must be true or false, got {value!r}; mend it or "
                 "download the head again"
             )
-    return next(iter(told.values()), default)
+    return next(map(bool, told.values()), default)
 
 
 def head_layer_ids(key: str, ids: Any, offset: int, source: ModelSource) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 from runner.config.checkpoint_method import misfit
 from runner.config.method import MethodConfig
 from runner.config.quantization import NumbersOfWeights
+from runner.engine.draft_trees import has_cousins
 
 TreePaths = Annotated[
     tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)], ...], Strict(False), Field(min_length=1)
@@ -105,6 +106,8 @@ class DynamicTreeMethod(DrafterMethod):
 class TreeDrafterMethod(DynamicTreeMethod):
     """Those whose trees may have a shape that is given, too."""
 
+    guesses_at_once: ClassVar[bool] = False  # some of its heads know each place's distribution beforehand
+
     speculative_token_tree: Literal["dynamic"] | TreePaths | None = Field(  # type: ignore[assignment]
         default=None,
         description="null drafts a chain; [[0], [0, 0], [1], ...] the tree with these paths of child ranks (Medusa's "
@@ -138,6 +141,14 @@ class TreeDrafterMethod(DynamicTreeMethod):
             notes.append(
                 f"speculative_token_tree has {len(tree)} nodes and num_speculative_tokens is "
                 f"{self.num_speculative_tokens}: the first {kept} nodes are drafted"
+            )
+        drafted = tree[: self.num_speculative_tokens] if isinstance(tree, tuple) else ()
+        is_drawn = self.rejection_sample_method == "block" and self.draft_sample_method != "greedy"
+        if self.guesses_at_once and is_drawn and drafted and has_cousins(drafted):
+            notes.append(
+                "a head that guesses all places at once has one list of candidates for several nodes, which "
+                "rejection_sample_method=block cannot judge as draws: its likeliest are drafted, as by "
+                "draft_sample_method=greedy"
             )
         return notes
 
@@ -215,6 +226,8 @@ class MtpMethod(GrownTreeMethod):
 class MedusaMethod(TreeDrafterMethod):
     """Heads that each guess one of the next tokens from the last hidden state (arXiv 2401.10774)."""
 
+    guesses_at_once = True
+
     method: Literal["medusa"] = Field(default="medusa", description="heads over the target's last hidden state")
 
 
@@ -245,6 +258,8 @@ class DflashMethod(BlockMethod, GrownTreeMethod):
 
     Trees of heads that go through the block token by token (DFlash 2, Domino) grow level by level.
     """
+
+    guesses_at_once = True
 
     method: Literal["dflash"] = Field(default="dflash", description="a block of tokens in one pass (z-lab)")
 

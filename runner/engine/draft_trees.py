@@ -13,6 +13,11 @@ from functools import cached_property, lru_cache
 NUM_REMEMBERED_SHAPES = 4096
 
 
+def has_cousins(paths: Sequence[Sequence[int]]) -> bool:
+    """Whether two nodes of one depth have children. paths: to every node."""
+    return len({tuple(path[:-1]) for path in paths}) > max(map(len, paths))
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """The tree of one request's drafts."""

@@ -158,7 +158,7 @@ def read_own_config(model_type: str, values: Mapping[str, Any], source: ModelSou
     from transformers import AutoConfig
 
     register_configs()
-    own = {key: value for key, value in values.items() if key != "model_type"}
+    own = {key: value for key, value in values.items() if key not in ("model_type", "_name_or_path")}
     own["name_or_path"] = source.model  # what errors about its sizes name
     try:
         return AutoConfig.for_model(model_type, **own)

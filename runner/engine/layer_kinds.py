@@ -51,6 +51,8 @@ def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
 def _require_bases(config: Any) -> None:
     """Raises UserError for rotations of kinds of layers that no layer is of, and for a base that is no number."""
     parameters, of = config.rope_parameters, f"of a {config.model_type} checkpoint{named(config)}"
+    if parameters is None:
+        raise UserError(f"rope_parameters {of} must be a mapping, got none; remove rope_scaling=null from its config")
     by_kind = {kind: own for kind, own in parameters.items() if isinstance(own, dict)}
     kinds = getattr(config, "layer_types", None) or ()
     if by_kind and by_kind.keys().isdisjoint(kinds):
@@ -61,7 +63,7 @@ def _require_bases(config: Any) -> None:
     for own in by_kind.values() or [parameters]:
         base = own.get("rope_theta", 1.0)
         if not isinstance(base, int | float) or isinstance(base, bool) or base <= 0:
-            raise UserError(f"rope_theta {of} must be a number > 0, got {base!r}; mend its config")
+            raise UserError(f"rope_theta {of} must be a number > 0, got {base!r}; write its own into its config")
 
 
 def attention_chunks(config: Any, family: Family) -> tuple[int | None, ...]:

@@ -94,10 +94,12 @@ def print_comparison(
 
 def _of_few(rows: Sequence[Mapping[str, Any]]) -> str:
     """What a mark says that stands on few passes: two pairs of one method's do not overlap in one of three cases."""
-    if (fewest := min(row.get("repeats") or 1 for row in rows)) >= ENOUGH_REPEATS:
+    key = measure_of_speed(rows)
+    fewest = min(row["num_repeats"] for row in rows if row.get(key) is not None)
+    if fewest >= ENOUGH_REPEATS:
         return ""
     passes = "one pass" if fewest == 1 else f"{fewest} passes"
-    return f", of {passes} each; repeats={ENOUGH_REPEATS} tells whether it is by chance"
+    return f", of {passes}; repeats={ENOUGH_REPEATS} tells whether it is by chance"
 
 
 def _cell(row: Mapping[str, Any], key: str, *, is_narrow: bool) -> str:

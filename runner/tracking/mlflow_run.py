@@ -122,7 +122,7 @@ class MlflowTracker(Tracker):
 
 
 def _summary_of(run: Any) -> dict[str, Any]:
-    summary: dict[str, Any] = {key: run.data.metrics.get(key) for key in COMPARED}
+    summary: dict[str, Any] = {key: run.data.metrics.get(key) for key in (*COMPARED, "repeats")}
     for key in REPEATED:
         summary[f"{key}_range"] = {end: run.data.metrics.get(f"{key}_range/{end}") for end in ENDS}
     summary["method"] = run.data.tags.get("method")

@@ -104,7 +104,6 @@ COMPARED = (
     "mean_acceptance_length",
     "output_tokens_per_second",
     "speedup",
-    "repeats",
     "whole_step_share",
     "core_wait_share",
 )
@@ -124,6 +123,7 @@ def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: 
         "run_name": run_name,
         "status": status,
         **{key: summary.get(key) for key in COMPARED},
+        "num_repeats": int(summary.get("repeats") or 1),  # MLflow keeps every number as a float
         **{f"{key}_{end}": (summary.get(f"{key}_range") or {}).get(end) for key in REPEATED for end in ENDS},
         "lossless": summary.get("lossless"),
         "identical_to_baseline": f"{same['identical']}/{same['requests']}" if same else None,

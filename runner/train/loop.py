@@ -28,11 +28,12 @@ def run_steps(
     Raises:
         UserError: the loss is no number any more.
     """
-    losses, tokens = [], 0
+    losses, tokens = list[float](), 0
     for micro_batches in batches:
         loss = trainer.step(tuple(batch.to(device) for batch in micro_batches), loss_fn)
         if not math.isfinite(loss):
-            raise UserError(f"the loss is {loss} at step {trainer.step_idx}; lower --learning-rate")
+            remedy = "lower --learning-rate" if losses else "check the target: nothing was learnt yet"
+            raise UserError(f"the loss is {loss} at step {trainer.step_idx}; {remedy}")
         losses.append(loss)
         tokens += sum(batch.numel() for batch in micro_batches)
         report(trainer.step_idx, trainer.num_steps, f"loss {sum(losses[-50:]) / len(losses[-50:]):.3f}")

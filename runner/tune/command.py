@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,17 +41,17 @@ TUNED = {"num_speculative_tokens_per_batch_size": ("null", "auto"), "disable_by_
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    return exit_status(lambda: _run(options), kept=lambda: _kept(options.output))
+    written: list[Path] = []  # files
+
+    def kept() -> str:
+        if not written:
+            return "no repeat was complete; nothing was saved"
+        return f"the repeats that were complete are in {options.output}"
+
+    return exit_status(lambda: _run(options, written), kept)
 
 
-def _kept(output: Path) -> str:
-    is_saved = (output / RESULT_FILE).exists()
-    return (
-        f"the repeats that were complete are in {output}" if is_saved else "no repeat was complete; nothing was saved"
-    )
-
-
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace, written: list[Path]) -> None:
     config = _read_config(options)
     from runner.loading import load
     from runner.recording import check_record, open_run
@@ -74,8 +75,10 @@ def _run(options: argparse.Namespace) -> None:
                 result, files = _report(grid, llm, items, options)
                 tracker.log_summary(result)
                 tracker.log_artifacts(files)
+                written.extend(files)
             elif is_new:
-                options.output.rmdir()
+                with suppress(OSError):  # somebody else has put something there
+                    options.output.rmdir()
     if tracker.location is not None:
         print(f"tracked: {tracker.location}")
 
