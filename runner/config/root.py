@@ -209,7 +209,7 @@ class SpeculativeConfig(Node):
                 name="hardware.max_num_batched_tokens",
                 rule=f"must be >= max_num_seqs * (1 + num_speculative_tokens) ({num_tokens})",
                 value=self.hardware.max_num_batched_tokens,
-                remedy=f"set it to {num_tokens}, or lower max_num_seqs",
+                remedy=f"set it to {num_tokens}, or lower hardware.max_num_seqs",
             )
         ]
 

@@ -35,7 +35,7 @@ class SamplerConfig(Node):
     """Sampling parameters; `to_sampling_params` gives the record that the engine reads."""
 
     n: int = Field(default=1, description="completions per prompt, in [1, 16384], each with noise of its own")
-    temperature: float = Field(default=0.0, description="logits are divided by it, in [0, 100]; 0 is greedy")
+    temperature: float = Field(default=0.0, description="logits are divided by it, in [1e-5, 100]; 0 is greedy")
     top_k: int = Field(default=0, description="keep the k most likely tokens, >= 1; 0 or -1 keeps all")
     top_p: float = Field(
         default=1.0, description="keep the smallest set of most likely tokens whose mass reaches it, in (0, 1]"
