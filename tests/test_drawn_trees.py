@@ -27,7 +27,7 @@ from runner.engine.scheduler import Schedule, ScheduledRequest
 from tests.sampling_for_tests import ALPHA, p_value
 from verifier.rejection_sampler import RejectionSampler
 
-VOCAB_SIZE, NUM_REQUESTS = 3, 6_000
+VOCAB_SIZE, NUM_REQUESTS, NUM_TOKENS = 3, 8_000, 3
 TWO_CHAINS: Choices = ((0,), (0, 0), (1,), (1, 0))
 BROOM: Choices = ((0,), (0, 0), (0, 1), (1,))  # one node of each depth has children
 generator = torch.Generator().manual_seed(5)
@@ -35,11 +35,15 @@ generator = torch.Generator().manual_seed(5)
 TARGET, DRAFT = (2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for _ in range(2))
 
 
+def last_tokens(requests: Sequence[Request]) -> list[int]:
+    return [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
+
+
 class LevelDrafter(LevelByLevelProposer):
     """Knows a Markov chain."""
 
     def first_logits(self, requests: Sequence[Request]) -> Tensor:
-        return DRAFT[0].expand(len(requests), -1)
+        return DRAFT[last_tokens(requests)]
 
     def level_logits(
         self, requests: Sequence[Request], owners: Sequence[int], nodes: Sequence[TreeNode], token_ids: Tensor
@@ -61,7 +65,7 @@ class RankedDrafter(TokenByTokenProposer):
         return self.trees.propose(schedule)
 
     def first_logits(self, requests: Sequence[Request]) -> Tensor:
-        return DRAFT[0].expand(len(requests), -1)
+        return DRAFT[last_tokens(requests)]
 
     def next_logits(self, requests: Sequence[Request], step: int, token_ids: Tensor, row_idx: Tensor | None) -> Tensor:
         return DRAFT[1].expand(len(requests), -1)
@@ -90,16 +94,19 @@ def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler, method:
     return LevelDrafter(**common, speculative_token_tree=choices, tree_depth=2, tree_top_k=2)
 
 
-def schedule_of(params: Sequence[SamplingParams], num_nodes: int) -> Schedule:
-    requests = [
+def make_requests(params: Sequence[SamplingParams]) -> list[Request]:
+    return [
         Request(request_id=str(seed), prompt_token_ids=[0], sampling_params=own, seed=seed)
         for seed, own in enumerate(params)
     ]
+
+
+def schedule_of(requests: Sequence[Request], num_nodes: int) -> Schedule:
     return Schedule(
         scheduled=[
             ScheduledRequest(
                 request=request,
-                start=0,
+                start=request.num_tokens - 1,
                 num_new_tokens=1,
                 max_draft_tokens=num_nodes,
                 yields_token=True,
@@ -110,37 +117,41 @@ def schedule_of(params: Sequence[SamplingParams], num_nodes: int) -> Schedule:
     )
 
 
-def verified(sampler: RejectionSampler, drafts: DraftTokens, schedule: Schedule) -> Tensor:
-    """The first two tokens of each request, as numbers below VOCAB_SIZE**2; a second one not there yet is drawn."""
-    requests = [item.request for item in schedule.decoding]
+def take_step(sampler: RejectionSampler, drafts: DraftTokens, requests: Sequence[Request]) -> None:
     shape = drafts.shapes[0]
     assert all(other == shape for other in drafts.shapes), "the tree is a static one"
-    tokens = drafts.token_ids.view(len(requests), -1)  # [num_requests, num_nodes]
-    contexts = torch.cat((torch.zeros_like(tokens[:, :1]), tokens), dim=1)
-    depths = torch.tensor((0, *shape.depths))
+    last = torch.tensor(last_tokens(requests)).unsqueeze(1)
+    contexts = torch.cat((last, drafts.token_ids.view(len(requests), -1)), dim=1)
+    lengths, depths = torch.tensor([request.num_tokens for request in requests]), torch.tensor((0, *shape.depths))
     rows = SamplingRows(
         vocab_size=VOCAB_SIZE,
         is_greedy=(False,) * contexts.numel(),
         seeds=torch.tensor([request.seed for request in requests]).repeat_interleave(len(depths)),
-        positions=(1 + depths).repeat(len(requests)),
+        positions=(lengths.unsqueeze(1) + depths).flatten(),
         random_row_idx=None,
     )
-    token_ids = sampler(TARGET[contexts.flatten()], drafts, rows).token_ids
-    second = torch.multinomial(TARGET.softmax(-1)[token_ids[:, 0]], 1, generator=generator).squeeze(1)
-    return token_ids[:, 0] * VOCAB_SIZE + torch.where(token_ids[:, 1] >= 0, token_ids[:, 1], second)
+    token_ids = sampler(TARGET[contexts.flatten()], drafts, rows).token_ids.tolist()
+    for request, tokens in zip(requests, token_ids, strict=True):
+        request.output_token_ids += [token for token in tokens if token >= 0]
 
 
 @pytest.mark.parametrize("choices", [TWO_CHAINS, BROOM], ids=["two_chains", "broom"])
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
 @pytest.mark.parametrize("kind", ["level_by_level", "ranked"])
 def test_trees_of_drawn_candidates_keep_the_distribution(kind: str, rule: str, choices: Choices) -> None:
+    """Over several steps."""
     sampler = RejectionSampler(rejection_sample_method=rule)
-    schedule = schedule_of([SamplingParams()] * NUM_REQUESTS, len(choices))
-    drafts = make_drafter(kind, choices, sampler).propose(schedule)
-    counts = torch.bincount(verified(sampler, drafts, schedule), minlength=VOCAB_SIZE**2)
+    drafter, requests = make_drafter(kind, choices, sampler), make_requests([SamplingParams()] * NUM_REQUESTS)
+    while going := [request for request in requests if len(request.output_token_ids) < NUM_TOKENS]:
+        take_step(sampler, drafter.propose(schedule_of(going, len(choices))), going)
+    texts = torch.tensor([request.output_token_ids[:NUM_TOKENS] for request in requests])
+    weights = VOCAB_SIZE ** torch.arange(NUM_TOKENS - 1, -1, -1)
+    counts = torch.bincount((texts * weights).sum(dim=1), minlength=VOCAB_SIZE**NUM_TOKENS)
     p = TARGET.double().softmax(-1)
-    expected = (p[0].unsqueeze(1) * p).flatten() * NUM_REQUESTS
-    value = p_value(counts, expected)
+    expected = p[0]
+    for _ in range(NUM_TOKENS - 1):
+        expected = (expected.view(-1, VOCAB_SIZE, 1) * p).flatten()
+    value = p_value(counts, expected * NUM_REQUESTS)
     assert value > ALPHA, value
 
 
@@ -152,7 +163,7 @@ def test_block_gets_the_likeliest_candidates_where_one_list_serves_two_nodes(
     rule: RejectionSampleMethod, choices: Choices, is_drawn: bool
 ) -> None:
     drafter = make_drafter("ranked", choices, RejectionSampler(rejection_sample_method=rule))
-    drafts = drafter.propose(schedule_of([SamplingParams()] * 3, 4))
+    drafts = drafter.propose(schedule_of(make_requests([SamplingParams()] * 3), 4))
     assert (drafts.probs is not None) == is_drawn
     config = MedusaMethod(
         model="h", num_speculative_tokens=4, rejection_sample_method=rule, speculative_token_tree=choices
@@ -165,5 +176,5 @@ def test_a_greedy_requests_tree_does_not_depend_on_its_neighbours() -> None:
     choices: Choices = ((0,), (2,), (2, 1))
     drafter = make_drafter("level_by_level", choices, RejectionSampler(rejection_sample_method="probabilistic"))
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams()
-    alone = drafter.propose(schedule_of([greedy], 3)).token_ids
-    assert torch.equal(drafter.propose(schedule_of([greedy, drawn], 3)).token_ids[:3], alone)
+    alone = drafter.propose(schedule_of(make_requests([greedy]), 3)).token_ids
+    assert torch.equal(drafter.propose(schedule_of(make_requests([greedy, drawn]), 3)).token_ids[:3], alone)
