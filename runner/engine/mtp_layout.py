@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from runner.engine.errors import UserError
-from runner.engine.family import named
 
 # Config keys that state how many modules there are, as DeepSeek, GLM, MiMo, ERNIE and Hunyuan name it, and Qwen3.5.
 NUM_MODULES_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -165,7 +164,7 @@ def num_modules(config: Any) -> int:
     stated = {key: getattr(config, key, None) or 0 for key in NUM_MODULES_KEYS}
     for key, count in stated.items():
         if type(count) is not int or count < 0:
-            of = f"of a {config.model_type} checkpoint{named(config)}"
+            of = f"of a {config.model_type} checkpoint"
             raise UserError(f"{key} {of} must be a whole number >= 0, got {count!r}; mend its config")
     return max(stated.values())
 
