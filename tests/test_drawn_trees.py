@@ -23,8 +23,9 @@ from runner.config.method import RejectionSampleMethod
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.scheduler import Schedule
 from tests.sampling_for_tests import ALPHA, p_value
+from tests.test_ngram import schedule_of
 from verifier.rejection_sampler import RejectionSampler
 
 VOCAB_SIZE, NUM_REQUESTS, NUM_TOKENS = 3, 8_000, 3
@@ -71,7 +72,7 @@ class RankedDrafter(TokenByTokenProposer):
         return DRAFT[1].expand(len(requests), -1)
 
 
-def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler, method: str = "probabilistic") -> Proposer:
+def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler) -> Proposer:
     context = ProposerContext(
         vocab_size=VOCAB_SIZE,
         max_model_len=16,
@@ -87,7 +88,7 @@ def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler, method:
     common: dict[str, Any] = {
         "num_speculative_tokens": len(choices),
         "context": context,
-        "draft_sample_method": method,
+        "draft_sample_method": "probabilistic",
     }
     if kind == "ranked":
         return RankedDrafter(choices, **common)
@@ -99,22 +100,6 @@ def make_requests(params: Sequence[SamplingParams]) -> list[Request]:
         Request(request_id=str(seed), prompt_token_ids=[0], sampling_params=own, seed=seed)
         for seed, own in enumerate(params)
     ]
-
-
-def schedule_of(requests: Sequence[Request], num_nodes: int) -> Schedule:
-    return Schedule(
-        scheduled=[
-            ScheduledRequest(
-                request=request,
-                start=request.num_tokens - 1,
-                num_new_tokens=1,
-                max_draft_tokens=num_nodes,
-                yields_token=True,
-                is_decoding=True,
-            )
-            for request in requests
-        ]
-    )
 
 
 def take_step(sampler: RejectionSampler, drafts: DraftTokens, requests: Sequence[Request]) -> None:
@@ -143,7 +128,7 @@ def test_trees_of_drawn_candidates_keep_the_distribution(kind: str, rule: str, c
     sampler = RejectionSampler(rejection_sample_method=rule)
     drafter, requests = make_drafter(kind, choices, sampler), make_requests([SamplingParams()] * NUM_REQUESTS)
     while going := [request for request in requests if len(request.output_token_ids) < NUM_TOKENS]:
-        take_step(sampler, drafter.propose(schedule_of(going, len(choices))), going)
+        take_step(sampler, drafter.propose(schedule_of(*going, max_draft_tokens=len(choices))), going)
     texts = torch.tensor([request.output_token_ids[:NUM_TOKENS] for request in requests])
     weights = VOCAB_SIZE ** torch.arange(NUM_TOKENS - 1, -1, -1)
     counts = torch.bincount((texts * weights).sum(dim=1), minlength=VOCAB_SIZE**NUM_TOKENS)
@@ -163,7 +148,7 @@ def test_block_gets_the_likeliest_candidates_where_one_list_serves_two_nodes(
     rule: RejectionSampleMethod, choices: Choices, is_drawn: bool
 ) -> None:
     drafter = make_drafter("ranked", choices, RejectionSampler(rejection_sample_method=rule))
-    drafts = drafter.propose(schedule_of(make_requests([SamplingParams()] * 3), 4))
+    drafts = drafter.propose(schedule_of(*make_requests([SamplingParams()] * 3)))
     assert (drafts.probs is not None) == is_drawn
     config = MedusaMethod(
         model="h", num_speculative_tokens=4, rejection_sample_method=rule, speculative_token_tree=choices
@@ -176,5 +161,7 @@ def test_a_greedy_requests_tree_does_not_depend_on_its_neighbours() -> None:
     choices: Choices = ((0,), (2,), (2, 1))
     drafter = make_drafter("level_by_level", choices, RejectionSampler(rejection_sample_method="probabilistic"))
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams()
-    alone = drafter.propose(schedule_of(make_requests([greedy]), 3)).token_ids
-    assert torch.equal(drafter.propose(schedule_of(make_requests([greedy, drawn]), 3)).token_ids[:3], alone)
+    alone = drafter.propose(schedule_of(*make_requests([greedy]), max_draft_tokens=3)).token_ids
+    assert torch.equal(
+        drafter.propose(schedule_of(*make_requests([greedy, drawn]), max_draft_tokens=3)).token_ids[:3], alone
+    )

@@ -51,8 +51,7 @@ class RankedTrees:
         else:
             check_depth(self.choices, max_depth=max_depth)
             check_ranks(self.choices, proposer.context.vocab_size)
-            drafted = self.choices[: proposer.num_speculative_tokens]
-            if proposer.context.keys_by_draft_step and drafted and has_cousins(drafted):
+            if proposer.context.keys_by_draft_step and has_cousins(self.choices[: proposer.num_speculative_tokens]):
                 proposer.draft_sample_method = "greedy"
         self.max_depth = max_depth
 

@@ -40,7 +40,7 @@ GEMMA4_DEEPSPEC = "Gemma4DSparkModel"  # whose layers are the target's
 DEEPSPEC = ("Qwen3DSparkModel", GEMMA4_DEEPSPEC)  # classes of its heads, DFlash's and DSpark's
 ASSISTANT = "muse_glimmer_assistant"  # model_type of Meta's
 CAP = "final_logit_softcapping"
-SINK_KEYS = ("attention_sink_bias", "add_swa_attention_sink_bias")  # ModelOpt's, vLLM's
+SINKS_OF_MODELOPT, SINKS_OF_VLLM = "attention_sink_bias", "add_swa_attention_sink_bias"  # keys; the first counts
 HALVES_KEYS = ("rope_is_neox_style", "is_neox_style")  # SGLang's, vLLM's; false: neighbours turn together
 DEFAULT_BLOCK_SIZE = 16  # z-lab's, where the config has none
 MIN_LAYERS_TO_SPREAD_OVER = 4  # of the target
@@ -140,9 +140,9 @@ def read_dflash_config(
     # As written: transformers' Qwen3 drops a window without use_sliding_window, which heads do not write.
     window = nested.get("swa_window_size", layer_values.get("sliding_window"))
     kinds = hf_config.layer_types
-    if head_flag(own, ("use_swa",), source) and SLIDING not in kinds:  # vLLM's word for all of them
+    if head_flag(own, "use_swa", source) and SLIDING not in kinds:  # vLLM's word for all of them
         kinds = [SLIDING] * arch.num_layers
-    has_sinks = head_flag(own, SINK_KEYS, source) or False
+    has_sinks = head_flag(own, SINKS_OF_MODELOPT, source, head_flag(own, SINKS_OF_VLLM, source, False))
     arch = replace(arch, sliding_windows=layer_windows(kinds, window, source), has_sinks=has_sinks)
     of_target = head_size(values, "target_hidden_size", arch.hidden_size, source, is_null_default=True)
     for hidden_size in (arch.hidden_size, of_target):
@@ -161,8 +161,8 @@ def read_dflash_config(
         samples_from_anchor=from_anchor,
         causal_layers=_causal_layers(hf_config.layer_types, values, nested, source),
         draft_vocab_size=head_size(values, "draft_vocab_size", arch.vocab_size, source, is_null_default=True),
-        brings_embedding=head_flag(own, ("has_embed_tokens",), source, brings),
-        brings_projection=head_flag(own, ("has_lm_head",), source, brings),
+        brings_embedding=head_flag(own, "has_embed_tokens", source, brings),
+        brings_projection=head_flag(own, "has_lm_head", source, brings),
     )
 
 
@@ -205,8 +205,8 @@ def _taps_of_target(source: ModelSource, taps: tuple[int, ...], target: LoadedMo
 
 def _samples_from_anchor(own: Mapping[str, Any], source: ModelSource, default: bool, *, says_bonus: bool) -> bool:
     """Whether the pending token's row guesses; dspark_bonus_anchor says the contrary, in vLLM's words of DSpark."""
-    told = head_flag(own, ("sample_from_anchor",), source)
-    bonus = head_flag(own, ("dspark_bonus_anchor",), source) if says_bonus else None
+    told = head_flag(own, "sample_from_anchor", source)
+    bonus = head_flag(own, "dspark_bonus_anchor", source) if says_bonus else None
     if told is not None and told == bonus:
         raise UserError(
             f"{source.name}={source.model}: sample_from_anchor and dspark_bonus_anchor in its config must not be the "
@@ -218,7 +218,7 @@ def _samples_from_anchor(own: Mapping[str, Any], source: ModelSource, default: b
 
 
 def _turns_neighbours(values: Mapping[str, Any], nested: Mapping[str, Any], source: ModelSource) -> bool:
-    return any(head_flag(part, (key,), source) is False for part in (values, nested) for key in HALVES_KEYS)
+    return any(head_flag(part, key, source) is False for part in (values, nested) for key in HALVES_KEYS)
 
 
 def _with_neighbours_turned(arch: Architecture) -> Architecture:
@@ -322,7 +322,7 @@ def _causal_layers(
     (z-lab, speculators)."""
     slides = [kind == SLIDING for kind in layer_types]
     if "transformer_layer_config" in values:
-        sees_all = head_flag(values, ("sliding_window_non_causal",), source, False)
+        sees_all = head_flag(values, "sliding_window_non_causal", source, False)
         return tuple(own and not sees_all for own in slides)
-    told = head_flag(values, ("is_causal",), source, head_flag(nested, ("causal",), source))  # z-lab's key, vLLM's
+    told = head_flag(values, "is_causal", source, head_flag(nested, "causal", source))  # z-lab's key, vLLM's
     return tuple(slides if told is None else [told] * len(slides))

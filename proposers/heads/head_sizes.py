@@ -57,27 +57,24 @@ def head_number(config: Mapping[str, Any], key: str, default: float, source: Mod
 
 
 @overload
-def head_flag(config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool) -> bool: ...
+def head_flag(config: Mapping[str, Any], key: str, source: ModelSource, default: bool) -> bool: ...
 @overload
-def head_flag(
-    config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool | None = None
-) -> bool | None: ...
-def head_flag(
-    config: Mapping[str, Any], keys: Sequence[str], source: ModelSource, default: bool | None = None
-) -> bool | None:
-    """What the first of the keys that a head's config has says; null is as good as none.
+def head_flag(config: Mapping[str, Any], key: str, source: ModelSource, default: bool | None = None) -> bool | None: ...
+def head_flag(config: Mapping[str, Any], key: str, source: ModelSource, default: bool | None = None) -> bool | None:
+    """What a head's config says by a key, 0 and 1 included; null is as good as no key.
 
     Raises:
-        UserError: one of them is neither true nor false.
+        UserError: it is neither true nor false.
     """
-    told = {key: config[key] for key in keys if config.get(key) is not None}
-    for key, value in told.items():
-        if not isinstance(value, bool | int) or value not in (0, 1):
-            raise UserError(
-                f"{source.name}={source.model}: {key} in its config must be true or false, got {value!r}; mend it or "
-                "download the head again"
-            )
-    return next(map(bool, told.values()), default)
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise UserError(
+            f"{source.name}={source.model}: {key} in its config must be true or false, got {value!r}; mend it or "
+            "download the head again"
+        )
+    return bool(value)
 
 
 def head_layer_ids(key: str, ids: Any, offset: int, source: ModelSource) -> tuple[int, ...]:

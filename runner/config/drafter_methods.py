@@ -144,7 +144,7 @@ class TreeDrafterMethod(DynamicTreeMethod):
             )
         drafted = tree[: self.num_speculative_tokens] if isinstance(tree, tuple) else ()
         is_drawn = self.rejection_sample_method == "block" and self.draft_sample_method != "greedy"
-        if self.guesses_at_once and is_drawn and drafted and has_cousins(drafted):
+        if self.guesses_at_once and is_drawn and has_cousins(drafted):
             notes.append(
                 "a head that guesses all places at once has one list of candidates for several nodes, which "
                 "rejection_sample_method=block cannot judge as draws: its likeliest are drafted, as by "

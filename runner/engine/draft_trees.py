@@ -15,7 +15,7 @@ NUM_REMEMBERED_SHAPES = 4096
 
 def has_cousins(paths: Sequence[Sequence[int]]) -> bool:
     """Whether two nodes of one depth have children. paths: to every node."""
-    return len({tuple(path[:-1]) for path in paths}) > max(map(len, paths))
+    return len({tuple(path[:-1]) for path in paths}) > max(map(len, paths), default=0)
 
 
 @dataclass(frozen=True)
