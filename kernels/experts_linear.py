@@ -26,7 +26,7 @@ from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing
 from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv, next_power_of_2
-from kernels.weight_elements import Elements, columns_of_step, take_apart
+from kernels.weight_elements import Elements, take_apart
 
 
 # Not specialized on num_places, which would make other programs for multiples of 16.
@@ -39,17 +39,20 @@ def linear_of_experts_kernel(
     weight_ptr,  # of the first expert [out_features, weight_stride]; if GATED as many up rows follow
     scales_ptr,  # of the first expert [weight rows, groups] float32, or None
     zeros_ptr,  # of the first expert [weight rows, groups] int8, or None
+    block_scales_ptr,  # of the first expert [weight rows, block_stride] uint8, or None
     bias_ptr,  # [NUM_EXPERTS, weight rows], or None
     out_ptr,  # [num_places, out_features]
     num_places,
     out_features,
     in_features,
     x_stride,
-    weight_stride,  # in_features; of codes half of them
+    weight_stride,  # in elements
+    block_stride,
     weight_distance,  # from one expert's weight to the next one's
     scales_distance,  # and of zero points
+    block_distance,
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
-    group_size,  # columns that share a scale, a multiple of BLOCK_K, or its half, if STEP_GROUPS
+    group_size,  # columns that share a scale, a multiple of BLOCK_K, if STEP_GROUPS
     num_groups,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # >= NUM_EXPERTS
@@ -60,7 +63,7 @@ def linear_of_experts_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STEP_GROUPS: tl.constexpr,  # whose scales a step takes; 0: a weight row has one
+    STEP_GROUPS: tl.constexpr,  # a step's sums take the scales of its group; else a weight row has one
     READING: tl.constexpr,  # as Elements.reading
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -86,8 +89,7 @@ def linear_of_experts_kernel(
     rows = places
     if rows_ptr is not None:
         rows = tl.load(rows_ptr + places, mask=is_place, other=0)
-    columns = columns_of_step(BLOCK_K, READING)
-    x_ptrs = x_ptr + rows[:, None] * x_stride + columns
+    x_ptrs = x_ptr + rows[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     features = feature_tile * FEATURES + tl.arange(0, FEATURES)
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     weight_rows = tl.minimum(features, out_features - 1).to(tl.int64)
@@ -98,6 +100,7 @@ def linear_of_experts_kernel(
         scales_ptr += expert.to(tl.int64) * scales_distance
     row_scales, up_scales, end_scales = scales_ptr, scales_ptr, scales_ptr
     row_zeros, up_zeros = zeros_ptr, zeros_ptr
+    row_block_scales, up_block_scales = block_scales_ptr, block_scales_ptr
     up_groups = tl.cast(out_features, tl.int64) * num_groups
     if STEP_GROUPS:
         row_scales = scales_ptr + weight_rows * num_groups
@@ -106,12 +109,17 @@ def linear_of_experts_kernel(
     if zeros_ptr is not None:
         row_zeros = zeros_ptr + expert.to(tl.int64) * scales_distance + weight_rows * num_groups
         up_zeros = row_zeros + up_groups
+    if block_scales_ptr is not None:
+        own_block_scales = block_scales_ptr + expert.to(tl.int64) * block_distance
+        row_block_scales = own_block_scales + weight_rows[:, None] * block_stride
+        up_block_scales = row_block_scales + tl.cast(out_features, tl.int64) * block_stride
     total, up_total = sum_tile(
         x_ptrs,
-        columns,
         is_place[:, None],
         row_ptrs,
         tl.cast(out_features, tl.int64) * weight_stride,
+        row_block_scales,
+        up_block_scales,
         row_scales,
         up_scales,
         row_zeros,
@@ -140,12 +148,13 @@ class ExpertsInMemory:
     num_experts: int
     distance: int  # from one expert's numbers to the next one's
     scales_distance: int  # and of zero points
+    block_distance: int  # of block_scales
 
     @classmethod
     def of(cls, weights: Sequence[Tensor | QuantizedWeight]) -> ExpertsInMemory:
         """Views of one tensor [num_experts, ...], or of any storage in which each is as far from the one before; so
-        are their scales and zero points."""
-        all_numbers, all_scales, all_zeros, *kinds = zip(*map(take_apart, weights), strict=True)
+        are their scales, zero points and block scales."""
+        all_numbers, all_scales, all_zeros, all_blocks, *kinds = zip(*map(take_apart, weights), strict=True)
         assert all(len(set(kind)) == 1 for kind in (*kinds, [zeros is None for zeros in all_zeros]))
         scales_distance = 0 if all_scales[0] is None else distance(all_scales)
         assert all_zeros[0] is None or distance(all_zeros) == scales_distance
@@ -155,6 +164,7 @@ class ExpertsInMemory:
             num_experts=len(weights),
             distance=distance(all_numbers),
             scales_distance=scales_distance,
+            block_distance=0 if all_blocks[0] is None else distance(all_blocks),
         )
 
 
@@ -207,7 +217,7 @@ def _launch(
     activation: Activation = "silu",
 ) -> Tensor:
     held = weights if isinstance(weights, ExpertsInMemory) else ExpertsInMemory.of(weights)
-    numbers, scales, zeros, bits, group_size, reading = held.first
+    numbers, scales, zeros, block_scales, bits, group_size, reading = held.first
     num_places, num_experts, in_features = len(routing.rows), held.num_experts, x.shape[1]
     weight_rows = len(numbers)
     out_features = weight_rows // (1 + gated)
@@ -239,6 +249,7 @@ def _launch(
         numbers,
         scales,
         zeros,
+        block_scales,
         biases,
         out,
         num_places,
@@ -246,8 +257,10 @@ def _launch(
         in_features,
         x.stride(0),
         numbers.stride(0),
+        0 if block_scales is None else block_scales.stride(0),
         held.distance,
         held.scales_distance,
+        held.block_distance,
         plan.split_width,
         group_size or in_features,
         1 if scales is None else scales.shape[1],

@@ -48,19 +48,19 @@ def linear_of_heads_kernel(
     token_tile, feature_tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
     features = feature_tile * FEATURES + tl.arange(0, FEATURES)
-    columns = tl.arange(0, BLOCK_K)[None, :]
     is_token = tokens < num_rows
-    x_ptrs = x_ptr + head * x_head_stride + tokens.to(tl.int64)[:, None] * x_row_stride + columns
+    x_rows = x_ptr + head * x_head_stride + tokens.to(tl.int64)[:, None] * x_row_stride
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     rows = head * out_features + tl.minimum(features, out_features - 1)
     if OVERLAPS:
         await_input()
     total, _ = sum_tile(
-        x_ptrs,
-        columns,
+        x_rows + tl.arange(0, BLOCK_K)[None, :],
         is_token[:, None],
         weight_ptr + rows[:, None] * in_features,
         up_distance=0,
+        row_block_scales=None,
+        up_block_scales=None,
         row_scales=None,
         up_scales=None,
         row_zeros=None,
@@ -72,7 +72,7 @@ def linear_of_heads_kernel(
         group_size=in_features,
         GATED=False,
         EVEN_K=EVEN_K,
-        STEP_GROUPS=0,
+        STEP_GROUPS=False,
         READING="numbers",
         BLOCK_K=BLOCK_K,
     )

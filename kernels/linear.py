@@ -13,8 +13,8 @@ arXiv 2301.03598.)
 What follows the sum is float32 too: bias, gate and activation come before the one rounding.
 
 A weight held in 8 or 4 bits (kernels/quantized_weight.py) is read so. Its numbers are exact in every dtype that rows
-have; scales meet sums, never numbers: at the end where an output has one, else behind each step, which lies in one
-group.
+have, and so are those of an fp4 times its block scales; scales of 32 bits meet sums: at the end where an output has
+one, else behind each step, which lies in one group.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -36,7 +36,7 @@ from kernels.reference.act_and_mul import Activation
 from kernels.reference.partial_sums import PartialSums
 from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv
-from kernels.weight_elements import Elements, columns_of_step, take_apart
+from kernels.weight_elements import Elements, take_apart
 
 
 # Not specialized on num_rows: Triton would compile other programs for 1 and for multiples of 16.
@@ -47,6 +47,7 @@ def linear_kernel(
     weight_ptr,  # [out_features, weight_stride]; if GATED as many up rows follow
     scales_ptr,  # [weight rows, groups] float32 of a quantized weight, or None
     zeros_ptr,  # [weight rows, groups] int8 of int4 with zero points, or None
+    block_scales_ptr,  # [weight rows, block_stride] uint8 of fp4, or None
     bias_ptr,  # one for each weight row, or None
     out_ptr,  # [num_rows, out_features]; if LEAVES [SPLITS, num_rows, out_features] float32
     partials_ptr,  # if IS_SPREAD and not LEAVES [tiles, SPLITS, FEATURES, TOKENS] float32
@@ -55,9 +56,10 @@ def linear_kernel(
     out_features,
     in_features,
     x_stride,
-    weight_stride,  # in_features; of codes half of them
+    weight_stride,  # in elements
+    block_stride,
     split_width,  # columns of a partial sum, a multiple of BLOCK_K
-    group_size,  # columns that share a scale, a multiple of BLOCK_K, or its half, if STEP_GROUPS
+    group_size,  # columns that share a scale, a multiple of BLOCK_K, if STEP_GROUPS
     num_groups,
     SPLITS: tl.constexpr,
     IS_SPREAD: tl.constexpr,  # each partial sum of a tile has a program; else one finds them all
@@ -69,7 +71,7 @@ def linear_kernel(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STEP_GROUPS: tl.constexpr,  # whose scales a step takes; 0: a weight row has one
+    STEP_GROUPS: tl.constexpr,  # a step's sums take the scales of its group; else a weight row has one
     READING: tl.constexpr,  # as Elements.reading
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -81,13 +83,13 @@ def linear_kernel(
         feature_tile = feature_tile // SPLITS
     tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
     features = feature_tile * FEATURES + tl.arange(0, FEATURES)
-    columns = columns_of_step(BLOCK_K, READING)
-    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     is_token = (tokens < num_rows)[:, None]
     # Features behind the last are computed as the last and not stored: the loop has no mask for them.
     rows = tl.minimum(features, out_features - 1).to(tl.int64)
     row_ptrs = weight_ptr + rows[:, None] * weight_stride
     row_scales, up_scales, row_zeros, up_zeros = scales_ptr, scales_ptr, zeros_ptr, zeros_ptr
+    row_block_scales, up_block_scales = block_scales_ptr, block_scales_ptr
     up_groups = tl.cast(out_features, tl.int64) * num_groups
     if STEP_GROUPS:
         row_scales = scales_ptr + rows * num_groups
@@ -95,16 +97,20 @@ def linear_kernel(
     if zeros_ptr is not None:
         row_zeros = zeros_ptr + rows * num_groups
         up_zeros = row_zeros + up_groups
+    if block_scales_ptr is not None:
+        row_block_scales = block_scales_ptr + rows[:, None] * block_stride
+        up_block_scales = row_block_scales + tl.cast(out_features, tl.int64) * block_stride
     up_distance = tl.cast(out_features, tl.int64) * weight_stride
 
     if OVERLAPS:
         await_input()
     total, up_total = sum_tile(
         x_ptrs,
-        columns,
         is_token,
         row_ptrs,
         up_distance,
+        row_block_scales,
+        up_block_scales,
         row_scales,
         up_scales,
         row_zeros,
@@ -216,7 +222,7 @@ def _launch(
 ) -> None:
     (num_rows, in_features), out_features = x.shape, out.shape[-1]
     gated, leaves = weight.shape[0] == 2 * out_features, out.dim() == 3
-    numbers, scales, zeros, _, group_size, reading = held
+    numbers, scales, zeros, block_scales, _, group_size, reading = held
     assert weight.shape == ((1 + gated) * out_features, in_features) and numbers.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
@@ -236,6 +242,7 @@ def _launch(
         numbers,
         scales,
         zeros,
+        block_scales,
         bias,
         out,
         partials,
@@ -245,6 +252,7 @@ def _launch(
         in_features,
         x.stride(0),
         numbers.stride(0),
+        0 if block_scales is None else block_scales.stride(0),
         plan.split_width,
         group_size or in_features,
         1 if scales is None else scales.shape[1],

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.quantized_weight import SPAN
 from kernels.shared_memory import HOPPERS
 
-LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in fewer bits it reads less
+LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in 8 bits it reads half as many
+CODES = 128  # columns of a step of codes of 4 bits, which are 64 bytes of a weight row
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
@@ -35,7 +35,7 @@ class LinearPlan:
     """The first four decide the bits of a product; the others only who computes what."""
 
     block_k: int  # columns of a step
-    step_groups: int  # whose scales it takes; 0: all columns share one
+    step_groups: bool  # its sums take a group's scales; else all columns share one
     splits: int  # partial sums
     split_width: int  # columns of a partial sum
     is_spread: bool  # each partial sum of a tile has a program
@@ -59,9 +59,7 @@ def plan_linear(
     capacity: int = HOPPERS,  # bytes of shared memory that a program may have
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
-    block_k = min(LINE // element_size, group_size or LINE)
-    if number_bits == 4:  # those of a span lie in the same bytes
-        block_k = max(block_k, SPAN)
+    block_k = min(CODES if number_bits == 4 else LINE // element_size, group_size or CODES)
     steps, splits = -(-in_features // block_k), 1
     while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
@@ -72,16 +70,18 @@ def plan_linear(
     grows_late = of_experts or (number_bits or row_bits) < row_bits
     is_wide = has_tensor_cores and not is_crowded and num_rows > (LATE_WIDE_ROWS if grows_late else WIDE_ROWS)
     features = FEATURES * (1 + is_wide)
-    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_tensor_cores and not is_crowded else 64)
+    has_room = has_tensor_cores and not is_crowded and (is_wide or number_bits != 4)  # a step of codes is long
+    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_room else 64)
     is_widest = is_wide and not grows_late and num_rows <= MOST_TOKENS
     if is_widest:
         tokens, features = MOST_TOKENS, FEATURES if gated else features
     shared = min(WIDEST_SHARED if is_widest else WIDE_SHARED if is_wide else SHARED, capacity)
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
-    step_bytes = block_k * (features * (1 + gated) * (number_bits or row_bits) + tokens * row_bits) // 8
+    weight_bits = 4.5 if number_bits == 4 else number_bits or row_bits  # with an fp4's block scales
+    step_bytes = int(block_k * (features * (1 + gated) * weight_bits + tokens * row_bits)) // 8
     return LinearPlan(
         block_k=block_k,
-        step_groups=0 if group_size is None else -(-block_k // group_size),
+        step_groups=group_size is not None,
         splits=splits,
         split_width=-(-steps // splits) * block_k,
         is_spread=splits > 1 and num_tiles < (WIDE_PROGRAMS if is_wide else PROGRAMS),

@@ -7,11 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels import quantized_weight
 from kernels.partial_sums import scale_and_add
 from kernels.reference import act_and_mul
 from kernels.tanh import gelu_power, tanh
-from kernels.weight_elements import HALF_SPAN, ZERO, as_factors, codes_as_factors, numbers_per_element
+from kernels.weight_elements import as_factors, fp4_as_factors, int4_as_factors, numbers_per_element
 
+FP4_GROUP: tl.constexpr = tl.constexpr(quantized_weight.FP4_GROUP)
+ZERO: tl.constexpr = tl.constexpr(quantized_weight.ZERO)
 # Of clamped_swiglu.
 ALPHA: tl.constexpr = tl.constexpr(act_and_mul.ALPHA)
 LIMIT: tl.constexpr = tl.constexpr(act_and_mul.LIMIT)
@@ -29,46 +32,31 @@ def load_columns(ptrs, start, width, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_inputs(x_ptrs, columns, start, is_token, in_features, EVEN_K: tl.constexpr):
-    """[TOKENS, n], of columns from start; x_ptrs point at those from 0."""
-    if EVEN_K:
-        x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
-    else:
-        x = tl.load(x_ptrs + start, mask=is_token & (start + columns < in_features), other=0.0)
-    return x
-
-
-@triton.jit
 def add_step(
     sums,  # [FEATURES, TOKENS]
-    numbers,  # [FEATURES, n]
-    x,  # [TOKENS, n]
-    high_x,  # [TOKENS, n], of codes in the higher bits
+    elements,  # [FEATURES, n]
+    x,  # [TOKENS, BLOCK_K]
+    block_scale_ptrs,  # [FEATURES, 1], of the step's first, or None
     scale_ptrs,  # [FEATURES], of the first group if STEP_GROUPS
     zero_ptrs,  # [FEATURES], of the first group, or None
-    group,  # of the step, its first
+    group,  # of the step
     STEP_GROUPS: tl.constexpr,
     READING: tl.constexpr,
 ):
     own = sums
     if STEP_GROUPS:
         own = tl.zeros_like(sums)
-    if numbers_per_element(READING) > 1:
+    if READING == "int4":
         zeros = tl.full((1, 1), ZERO, tl.int8)
         if zero_ptrs is not None:
             zeros = tl.load(zero_ptrs + group)[:, None]
-        low = codes_as_factors(numbers & 15, zeros, x.dtype, READING)
-        own = tl.dot(low, tl.trans(x), own, input_precision="ieee")
-        if STEP_GROUPS == 2:  # the second of the codes in higher bits
-            sums += own * tl.load(scale_ptrs + group)[:, None]
-            own = tl.zeros_like(sums)
-            group += 1
-            if zero_ptrs is not None:
-                zeros = tl.load(zero_ptrs + group)[:, None]
-        high = codes_as_factors(numbers >> 4, zeros, x.dtype, READING)
-        own = tl.dot(high, tl.trans(high_x), own, input_precision="ieee")
+        factors = int4_as_factors(elements, zeros, x.dtype)
+    elif READING == "fp4":
+        octets = tl.load(block_scale_ptrs + tl.arange(0, x.shape[1] // FP4_GROUP)[None, :])
+        factors = fp4_as_factors(elements, octets, x.dtype)
     else:
-        own = tl.dot(as_factors(numbers, x.dtype, READING), tl.trans(x), own, input_precision="ieee")
+        factors = as_factors(elements, x.dtype, READING)
+    own = tl.dot(factors, tl.trans(x), own, input_precision="ieee")
     if STEP_GROUPS:
         own = sums + own * tl.load(scale_ptrs + group)[:, None]
     return own
@@ -76,11 +64,12 @@ def add_step(
 
 @triton.jit
 def sum_tile(
-    x_ptrs,  # [TOKENS, n], of the first step's columns
-    columns,  # [1, n], as columns_of_step has them
+    x_ptrs,  # [TOKENS, BLOCK_K], of the first step's columns
     is_token,  # [TOKENS, 1]
     row_ptrs,  # [FEATURES, 1], of weight rows at column 0
     up_distance,  # from each to its up row, if GATED
+    row_block_scales,  # [FEATURES, 1], of the first block, or None
+    up_block_scales,  # of the up rows, if GATED
     row_scales,  # [FEATURES], of the first group if STEP_GROUPS
     up_scales,  # of the up rows, if GATED
     row_zeros,  # [FEATURES], of the first group, or None
@@ -108,18 +97,25 @@ def sum_tile(
         up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
         begin = split * split_width
         for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
-            x = load_inputs(x_ptrs, columns, start, is_token, in_features, EVEN_K)
-            high_x = x
-            place = start
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
+            else:
+                is_input = is_token & (start + tl.arange(0, BLOCK_K) < in_features)[None, :]
+                x = tl.load(x_ptrs + start, mask=is_input, other=0.0)
+            place, group = start, start // group_size
+            block_scales, up_scales_of_blocks = row_block_scales, up_block_scales
             if PER_ELEMENT > 1:
-                high_x = load_inputs(x_ptrs, columns, start + HALF_SPAN, is_token, in_features, EVEN_K)
-                place = tl.multiple_of(start // PER_ELEMENT, HALF_SPAN)
-            group = start // group_size
+                place = tl.multiple_of(start // PER_ELEMENT, BLOCK_K // PER_ELEMENT)
+            if READING == "fp4":
+                block = tl.multiple_of(start // FP4_GROUP, BLOCK_K // FP4_GROUP)
+                block_scales, up_scales_of_blocks = row_block_scales + block, up_block_scales + block
             weight = load_columns(row_ptrs + places, place, in_features // PER_ELEMENT, EVEN_K)
-            sums = add_step(sums, weight, x, high_x, row_scales, row_zeros, group, STEP_GROUPS, READING)
+            sums = add_step(sums, weight, x, block_scales, row_scales, row_zeros, group, STEP_GROUPS, READING)
             if GATED:
                 up = load_columns(row_ptrs + up_distance + places, place, in_features // PER_ELEMENT, EVEN_K)
-                up_sums = add_step(up_sums, up, x, high_x, up_scales, up_zeros, group, STEP_GROUPS, READING)
+                up_sums = add_step(
+                    up_sums, up, x, up_scales_of_blocks, up_scales, up_zeros, group, STEP_GROUPS, READING
+                )
         total += sums
         up_total += up_sums
     return total, up_total

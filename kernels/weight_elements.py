@@ -1,4 +1,4 @@
-"""What the elements of a weight are to a kernel: numbers, the bits of a float8, or two codes of 4 bits each."""
+"""What the elements of a weight are to a kernel: numbers, the bits of a float8, or words of eight codes."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,20 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import quantized_weight
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
-
-SPAN: tl.constexpr = tl.constexpr(quantized_weight.SPAN)
-HALF_SPAN: tl.constexpr = tl.constexpr(quantized_weight.SPAN // 2)
-ZERO: tl.constexpr = tl.constexpr(quantized_weight.ZERO)
 
 
 class Elements(NamedTuple):
     """A weight as kernels read it."""
 
-    numbers: Tensor  # [out_features, in_features]; of codes half as wide
+    numbers: Tensor  # [out_features, in_features]; of codes [out_features, in_features / 8] int32
     scales: Tensor | None  # [out_features, groups]
     zeros: Tensor | None  # [out_features, groups]
+    block_scales: Tensor | None  # [out_features, block_columns]
     bits: int  # of a number
     group_size: int | None  # columns that share a scale, or None where all do
     reading: str  # numbers, float8 bits (in int8), or a code of kernels/quantized_weight.py
@@ -33,13 +29,16 @@ class Elements(NamedTuple):
 
 def take_apart(weight: Tensor | QuantizedWeight) -> Elements:
     if not isinstance(weight, QuantizedWeight):
-        return Elements(weight, None, None, 8 * weight.element_size(), None, "numbers")
+        return Elements(weight, None, None, None, 8 * weight.element_size(), None, "numbers")
     assert all(part.is_contiguous() for part in weight.tensors.values()) and weight.scales.dtype == torch.float32
     numbers: Tensor = weight.numbers
     reading: str = weight.code or "numbers"
+    if weight.code is not None:
+        numbers = numbers.view(torch.int32)
     if numbers.dtype == FLOAT8 and not converts_float8(numbers.device):
         numbers, reading = numbers.view(torch.int8), "float8 bits"
-    return Elements(numbers, weight.scales, weight.zeros, weight.number_bits, weight.shared_columns, reading)
+    scales, zeros, block_scales = weight.scales, weight.zeros, weight.block_scales
+    return Elements(numbers, scales, zeros, block_scales, weight.number_bits, weight.shared_columns, reading)
 
 
 @cache
@@ -50,18 +49,7 @@ def converts_float8(device: torch.device) -> bool:
 
 @triton.constexpr_function
 def numbers_per_element(reading):
-    return 2 if reading in ("int4", "fp4") else 1
-
-
-@triton.jit
-def columns_of_step(BLOCK_K: tl.constexpr, READING: tl.constexpr):
-    """[1, n], the inputs of a step's weights: all BLOCK_K; of codes those in the lower bits of each byte."""
-    if numbers_per_element(READING) == 1:
-        columns = tl.arange(0, BLOCK_K)
-    else:
-        places = tl.arange(0, BLOCK_K // 2)
-        columns = places // HALF_SPAN * SPAN + places % HALF_SPAN
-    return columns[None, :]
+    return 8 if reading in ("int4", "fp4") else 1
 
 
 @triton.jit
@@ -75,35 +63,61 @@ def as_factors(numbers, dtype: tl.constexpr, READING: tl.constexpr):
 
 
 @triton.jit
-def int4_as_factors(codes, zeros, dtype: tl.constexpr):
-    """What codes [FEATURES, n] are more than zero points [FEATURES, 1], exactly.
+def codes_in_pairs(words):
+    """[FEATURES, n] -> [FEATURES, n / 4, 2, 2, 4], both int32: the codes of neighbours, from bits 0 and 16."""
+    quarters = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12)) & 0x000F000F
+    spans = tl.reshape(quarters, (words.shape[0], words.shape[1] // 4, 4, 2, 2))
+    return tl.permute(spans, (0, 1, 3, 4, 2))  # as pack_codes has them: two bits of v, then words
+
+
+@triton.jit
+def halves(pairs, dtype: tl.constexpr):
+    """[...] int32 -> [..., 2]: numbers whose 16 bits are the lower and the higher half."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(dtype, bitcast=True)
+
+
+@triton.jit
+def int4_as_factors(words, zeros, dtype: tl.constexpr):
+    """[FEATURES, n] words and [FEATURES, 1] zero points -> [FEATURES, 8 n], exactly.
 
     A code becomes the last bits of a float so large that these count ones, which takes no conversion: they are slow.
     """
+    pairs = codes_in_pairs(words)
+    zeros = zeros.to(tl.int32)
     if dtype == tl.float32:
-        factors = (codes.to(tl.int32) | 0x4B000000).to(dtype, bitcast=True) - (zeros.to(dtype) + 8388608.0)
-    elif dtype == tl.float16:
-        factors = (codes.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - (zeros.to(dtype) + 1024.0)
+        codes = tl.join(pairs & 0xF, pairs >> 16) | 0x4B000000
+        factors = codes.to(dtype, bitcast=True) - (zeros.to(dtype) + 8388608.0)[:, :, None, None, None, None]
     else:
-        factors = (codes.to(tl.int16) | 0x4300).to(dtype, bitcast=True) - (zeros.to(dtype) + 128.0)
-    return factors
+        # Of two at once: taken one by one, or beside a zero point that is not one of two, they take twice the work.
+        ONES: tl.constexpr = 0x64006400 if dtype == tl.float16 else 0x43004300
+        terms = tl.broadcast_to((zeros * 0x00010001 + ONES)[:, :, None, None, None], pairs.shape)
+        factors = halves(pairs | ONES, dtype) - halves(terms, dtype)
+    return tl.reshape(factors, (words.shape[0], 8 * words.shape[1]))
 
 
 @triton.jit
-def fp4_as_factors(codes, dtype: tl.constexpr):
-    """Twice the numbers: their bits at the places of the dtype, whose exponents count from further below."""
+def fp4_as_factors(words, octets, dtype: tl.constexpr):
+    """[FEATURES, n] words and [FEATURES, groups] of block_scales -> [FEATURES, 8 n], their products, exactly.
+
+    Exponent and mantissa get the places of the dtype, whose exponents count from further below; so do those of the
+    scale, from as much further above.
+    """
+    pairs, octets = codes_in_pairs(words), octets.to(tl.int32)
+    FEATURES: tl.constexpr = words.shape[0]
+    GROUPS: tl.constexpr = octets.shape[1]
     if dtype == tl.float32:
-        words = codes.to(tl.int32)
-        factors = (((words & 7) << 22) | ((words & 8) << 28)).to(dtype, bitcast=True) * 2.0**127
-    elif dtype == tl.float16:
-        words = codes.to(tl.int16)
-        factors = (((words & 7) << 9) | ((words & 8) << 12)).to(dtype, bitcast=True) * 2.0**15
+        codes = tl.join(pairs & 0xF, pairs >> 16)
+        numbers = ((codes & 8) << 28 | (codes & 7) << 22).to(dtype, bitcast=True)
+        scales = (octets * 0x00100000 + 0x70000000).to(dtype, bitcast=True)
+        spread = tl.broadcast_to(scales[:, :, None], (FEATURES, GROUPS, 8 * words.shape[1] // GROUPS))
+        factors = numbers * tl.reshape(spread, numbers.shape)
     else:
-        words = codes.to(tl.int16)
-        factors = (((words & 7) << 6) | ((words & 8) << 12)).to(dtype, bitcast=True) * 2.0**127
-    return factors
-
-
-@triton.jit
-def codes_as_factors(codes, zeros, dtype: tl.constexpr, READING: tl.constexpr):
-    return int4_as_factors(codes, zeros, dtype) if READING == "int4" else fp4_as_factors(codes, dtype)
+        # As int4_as_factors, of two at once.
+        EXPONENTS: tl.constexpr = 9 if dtype == tl.float16 else 6
+        UNIT: tl.constexpr = 0x00800080 if dtype == tl.float16 else 0x00100010
+        FIRST: tl.constexpr = 0 if dtype == tl.float16 else 0x70007000
+        numbers = (pairs & 0x00080008) << 12 | (pairs & 0x00070007) << EXPONENTS
+        scales = octets * UNIT + FIRST
+        spread = tl.broadcast_to(scales[:, :, None], (FEATURES, GROUPS, 4 * words.shape[1] // GROUPS))
+        factors = halves(numbers, dtype) * halves(tl.reshape(spread, pairs.shape), dtype)
+    return tl.reshape(factors, (FEATURES, 8 * words.shape[1]))

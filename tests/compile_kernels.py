@@ -74,17 +74,18 @@ def linear_kernel(
         capacity=SHARED_MEMORY[capability],
     )
     takes_bits = held == "fp8e4nv" and capability < 89
-    element = "u8" if is_code else "i8" if takes_bits else held
+    element = "i32" if is_code else "i8" if takes_bits else held
     scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
+    scales += " *u8:16" if held == "fp4" else ""
     adds_up = plan.is_spread and not leaves
     workspace = "*fp32:16 *i32:16" if adds_up else ""
     absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
-    absent += ["partials_ptr", "arrivals_ptr"] * (not adds_up)
+    absent += ["block_scales_ptr"] * (held != "fp4") + ["partials_ptr", "arrivals_ptr"] * (not adds_up)
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
         signature=f"*bf16:16 *{element}:16 {scales} *{'fp32' if leaves else out}:16 {workspace} i32"
-        + " i32:16" * 6
+        + " i32:16" * 7
         + " i32",
         constants={
             **dict.fromkeys(absent),
@@ -94,7 +95,7 @@ def linear_kernel(
             "GATED": gated,
             "ACTIVATION": activation,
             "SOFTCAP": softcap,
-            "EVEN_K": True,
+            "EVEN_K": in_features % plan.block_k == 0,
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
@@ -135,15 +136,16 @@ def linear_of_experts_kernel(
         capacity=SHARED_MEMORY[capability],
     )
     takes_bits = held == "fp8e4nv" and capability < 89
-    element = "u8" if is_code else "i8" if takes_bits else held
+    element = "i32" if is_code else "i8" if takes_bits else held
     pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{element}:16"]
-    pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*bf16:16"] * has_bias, "*bf16:16"]
+    pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*u8:16"] * (held == "fp4")]
+    pointers += [*["*bf16:16"] * has_bias, "*bf16:16"]
     absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
-    absent += ["zeros_ptr"] * (not has_zeros)
+    absent += ["zeros_ptr"] * (not has_zeros) + ["block_scales_ptr"] * (held != "fp4")
     return Kernel(
         module="kernels.experts_linear",
         name="linear_of_experts_kernel",
-        signature=" ".join([*pointers, "i32", *["i32:16"] * 8, "i32"]),
+        signature=" ".join([*pointers, "i32", *["i32:16"] * 10, "i32"]),
         constants={
             **dict.fromkeys(absent),
             "NUM_EXPERTS": num_experts,
@@ -151,7 +153,7 @@ def linear_of_experts_kernel(
             "SPLITS": plan.splits,
             "GATED": gated,
             "ACTIVATION": activation,
-            "EVEN_K": True,
+            "EVEN_K": in_features % plan.block_k == 0,
             "TOKENS": plan.tokens,
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
@@ -557,8 +559,8 @@ TABLE = [
         for capability, has_zeros in ((80, True), (90, True), (90, False))
     ),
     linear_kernel(64, 4096, 14336, gated=False, out="bf16", capability=90, held="int4", group_size=128, leaves=True),
-    *(  # of groups that are halves of spans, as NVFP4's
-        linear_kernel(num_rows, *shape, gated=gated, out="bf16", capability=capability, held="fp4", group_size=16)
+    *(  # with block scales
+        linear_kernel(num_rows, *shape, gated=gated, out="bf16", capability=capability, held="fp4")
         for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
         for capability in (80, 90)
     ),
@@ -567,9 +569,9 @@ TABLE = [
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32",
-        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "partials_ptr", "arrivals_ptr"])
-        | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "STEP_GROUPS": 0}
+        signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32",
+        constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "block_scales_ptr", "partials_ptr", "arrivals_ptr"])
+        | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "STEP_GROUPS": False}
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
@@ -610,17 +612,16 @@ TABLE = [
             gated=gated,
             capability=capability,
             held=held,
-            group_size=group_size,
             num_experts=32,
             activation="clamped_swiglu",
             has_bias=True,
         )
         for num_places, capability in ((4, 80), (4, 90), (4096, 90))
         for gated in (False, True)
-        for held, group_size in (("fp4", 32), ("bf16", None))
+        for held in ("fp4", "bf16")
     ),
     *(  # Nemotron 3.5 Lightning's in NVFP4
-        linear_of_experts_kernel(6 * num_rows, *shape, gated=False, capability=90, held="fp4", group_size=16)
+        linear_of_experts_kernel(6 * num_rows, *shape, gated=False, capability=90, held="fp4")
         for num_rows in (1, 4096)
         for shape in ((1856, 2688), (2688, 1856))
     ),

@@ -184,7 +184,7 @@ def nvfp4(weight: Tensor, _generator: torch.Generator, *, is_modelopts: bool = T
     groups = weight.unflatten(1, (-1, 16))
     factor = weight.abs().max() / (6 * 448)
     scales = (groups.abs().amax(dim=2) / 6 / factor).to(FLOAT8)
-    exact = scales.float() * factor if is_modelopts else scales.float() / (1 / factor)
+    exact = scales.float() * (factor if is_modelopts else 1 / (1 / factor))
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nearest = (groups.abs().unsqueeze(3) / exact[:, :, None, None] - sizes).abs().argmin(dim=3)
     codes = (nearest + 8 * (groups < 0)).to(torch.uint8).flatten(1)
@@ -201,7 +201,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 GROUPED = f"int8 in groups of {GROUP}"
 PACKED = f"int4 in groups of {GROUP}, {GROUPED}"  # those of 80 inputs, whose last are no whole span, in 8 bits
-SIXTEENS = "fp4 in groups of 16, int8 in groups of 16"  # as PACKED
+SIXTEENS = "fp4, int8 in groups of 16"  # as PACKED
 LAYOUTS = {
     "AutoFP8": Layout(
         pack=per_tensor,
@@ -290,7 +290,7 @@ LAYOUTS = {
         pack=per_tensor,
         pack_mlp=nvfp4,
         config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
-        held="fp4 in groups of 16, fp8, int8 in groups of 16",
+        held="fp4, fp8, int8 in groups of 16",
     ),
     "nvfp4-pack-quantized": Layout(
         pack=lambda weight, generator: nvfp4(weight, generator, is_modelopts=False),

@@ -86,7 +86,7 @@ def test_a_dense_checkpoints_experts_are_taken_apart(dense: Path) -> None:
 def test_mxfp4_is_held_in_4_bits(dense: Path) -> None:
     stacks = pack_experts(dense)
     loaded = load(ModelSource(model=str(dense)))
-    assert loaded.held == "fp4 in groups of 32"
+    assert loaded.held == "fp4"
     assert all(isinstance(own, QuantizedWeight) and own.code == "fp4" for own in mixtures(loaded)[1].gate_up_projs)
     assert_stand_for(loaded, stacks)
 
@@ -138,7 +138,7 @@ def test_a_shard_is_its_part_of_every_expert(intermediate_size: int, tmp_path: P
 @holds_8_bits
 def test_a_dummy_of_a_published_config_holds_its_experts_so_and_nothing_else() -> None:
     llm = LLM("dummy", load_format="dummy", hf_config={"model_type": "gpt_oss", **SHAPE, "quantization_config": MXFP4})
-    assert llm.engine.target_info.held == "fp4 in groups of 32"
+    assert llm.engine.target_info.held == "fp4"
     model = llm.engine.target.model
     assert isinstance(model, Decoder) and getattr(model.layers[0].attention.qkv_proj.weight, "scales", None) is None
 
@@ -146,7 +146,7 @@ def test_a_dummy_of_a_published_config_holds_its_experts_so_and_nothing_else() -
 @holds_8_bits
 def test_mxfp4_is_not_quantized_once_more(dense: Path) -> None:
     pack_experts(dense)
-    rule = r"must not be quantized to fp8: its checkpoint is quantized already \(fp4 in groups of 32\)"
+    rule = r"must not be quantized to fp8: its checkpoint is quantized already \(fp4\)"
     with pytest.raises(UserError, match=rule):
         load(ModelSource(model=str(dense), quantization="fp8"))
 

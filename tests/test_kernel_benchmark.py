@@ -151,9 +151,9 @@ def test_the_report_holds_conditions_checks_and_times(
     written = json.loads(path.read_text())
     assert written["hardware"] == "none" and written["copy_gb_per_second"] == 4000.0 and written["is_complete"]
     norm = written["cases"][1]
-    linear, in_8_bits, in_4_bits = (
+    linear, in_8_bits, in_4_bits, in_fp4 = (
         next(case for case in written["cases"] if case["case"] == f"o, 5 rows{held}")
-        for held in ("", ", fp8", ", int4 in groups of 128")
+        for held in ("", ", fp8", ", int4 in groups of 128", ", NVFP4")
     )
     assert (norm["op"], norm["case"], norm["dtype"]) == ("rms_norm", "add and norm, 3 rows", "float32")
     assert norm["checks"] == ["accuracy", "row bits"] and norm["failure"] is None and norm["torch_timing"] is None
@@ -164,10 +164,11 @@ def test_the_report_holds_conditions_checks_and_times(
     assert linear["num_bytes"] == 4 * (64 * 128 + 5 * 128 + 5 * 64)
     assert in_8_bits["num_bytes"] == 64 * 128 + 4 * (64 + 5 * 128 + 5 * 64)
     assert in_4_bits["num_bytes"] == in_8_bits["num_bytes"] - 64 * 64 + 64, "with a zero point for each output"
+    assert in_fp4["num_bytes"] == in_8_bits["num_bytes"] - 64 * 64 + 64 * 16, "with block scales of whole 16 bytes"
     assert linear["ratio_to_torch"] == 1.0 and linear["torch_timing"] == norm["timing"]
     out, err = capsys.readouterr()
     assert "10.00      9.00     12.50" in out and "4000 GB/s" in out
-    assert "[1/12] rms_norm: add and norm, 1 rows, float32" in err
+    assert "[1/13] rms_norm: add and norm, 1 rows, float32" in err
 
 
 def test_a_report_replaces_the_one_before_at_once_or_not_at_all(

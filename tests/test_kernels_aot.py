@@ -106,8 +106,9 @@ def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict
     the same step had half of the pipeline's stages, which is none that overlaps."""
     for kernel in KERNELS:
         if 90 in kernel.compute_capabilities and kernel.name in {*PRODUCTS, "attend_kernel"}:
-            has_codes = kernel.constants.get("READING") in ("int4", "fp4")  # rows come in two halves then
-            found, num_copies = compiled[f"{kernel} sm_90"], 2 + has_codes + bool(kernel.constants.get("GATED"))
+            copies_of_a_weight = 1 + (kernel.constants.get("READING") == "fp4")  # with its block scales
+            found, gated = compiled[f"{kernel} sm_90"], bool(kernel.constants.get("GATED"))
+            num_copies = 1 + copies_of_a_weight * (1 + gated)
             num_stages = kernel.options.get("num_stages", 3)  # one is computed, one is waited for
             assert found["under_way"] == num_copies * (num_stages - 2) > 0, str(kernel)
 
@@ -130,8 +131,8 @@ def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, A
 def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: str, compiled: dict[str, Any]) -> None:
     """On Hopper: mma.sync, which Triton takes where the first operand is short, need not agree with wgmma in bits.
 
-    A step of 64 columns is four of them, one of a group of 32 is two and of a group of 16 one; and nothing is copied
-    before the launch before has written it.
+    A step of 64 columns is four of them, one of codes eight and one of a group of 32 two; and nothing is copied before
+    the launch before has written it.
     """
     linears = [kernel for kernel in KERNELS if kernel.name == product and kernel.constants["EVEN_K"]]
     on_hopper = [kernel for kernel in linears if kernel.compute_capabilities == (90,)]
@@ -145,7 +146,8 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         of_a_step = kernel.constants["BLOCK_K"] // 16
         assert products == [instruction] * of_a_step * (2 if kernel.constants.get("GATED") else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
-        assert of_a_step == 4 or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
+        has_codes = kernel.constants.get("READING") in ("int4", "fp4")
+        assert of_a_step == (8 if has_codes else 4) or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from transformers.models.mistral4 import Mistral4Config
 
 from kernels.cpu.panels import unpack
-from kernels.quantized_weight import QuantizedWeight, quantize
+from kernels.quantized_weight import FP4_NUMBERS, QuantizedWeight, quantize
 from runner.engine import backend
 from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import Decoder
@@ -30,7 +30,8 @@ from runner.engine.latent_attention import LatentAttention
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.mlp import MLP
 from runner.engine.packed_tensors import unpack_tensors
-from runner.engine.quantization import read_scheme
+from runner.engine.quantization import FP4, read_scheme
+from runner.engine.quantized_tensors import Numbers
 from runner.engine.shard import Shard
 from runner.llm import LLM
 from tests.edit_tensors import edit_tensors
@@ -644,6 +645,7 @@ def broken(checkpoint: Path, layout: str, change: Callable[[dict[str, torch.Tens
         ),
         ("nvfp4-pack-quantized", {"weight_scale": torch.ones(64, 2).to(FLOAT8)}, r"must have shape \[64, 4\], .* got"),
         ("nvfp4-pack-quantized", {"weight_global_scale": torch.zeros(1)}, "must have finite scales below 128"),
+        ("ModelOpt's NVFP4", {"weight_scale": torch.full((64, 4), -1.0).to(FLOAT8)}, "of groups of at least 0, got -1;"),
     ],
 )
 def test_what_is_no_nvfp4_is_told(
@@ -656,6 +658,16 @@ def test_what_is_no_nvfp4_is_told(
                 tensors[f"{Q}.{part}"] = tensor
 
     assert re.search(message, broken(checkpoint, layout, edit))
+
+
+def test_an_fp4_is_exact_but_that_groups_2_to_the_30th_below_1_are_0() -> None:
+    codes = torch.arange(80, dtype=torch.uint8).remainder(16).repeat(2, 1)
+    block_scales = torch.tensor([[1.875, 2.0**-9, 0.0, 1.25 * 2.0**-30, 2.0**-31], [0.0, 1.0, 0.0, 0.0, 1.5]])
+    scales = torch.tensor([[0.37], [1e-3]])
+    found = Numbers.of_fp4(codes, block_scales, scales)
+    kept = torch.where(block_scales < 2.0**-30, 0.0, block_scales * scales)
+    numbers = torch.tensor(FP4_NUMBERS)[codes.int()]
+    assert torch.equal(found.expand(FP4), numbers * kept.repeat_interleave(16, dim=1))
 
 
 @holds_8_bits

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from kernels import linear_plan
 from kernels.cpu.panels import can_pack, pack, tensors_of, unpack
 from kernels.quantized_weight import (
+    FP4_GROUP,
     FP4_NUMBERS,
     Code,
     QuantizedWeight,
+    as_block_scales,
+    block_columns,
+    block_scales_of,
     fits_codes,
     num_groups,
     numbers_of,
@@ -39,10 +43,11 @@ def random_codes(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """Scales and zero points that differ from group to group, products of order one."""
+    """Scales and zero points that differ from group to group, products of order one. Groups are those of an int4."""
     generator = torch.Generator().manual_seed(0)
-    size = group_size or in_features
-    groups = (out_features, num_groups(in_features, size))
+    size = FP4_GROUP if code == "fp4" else group_size or in_features
+    groups = (out_features, 1 if code == "fp4" else num_groups(in_features, size))
+    blocks = (out_features, block_columns(in_features))
     return QuantizedWeight(
         numbers=torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8),
         scales=((torch.rand(groups, generator=generator) + 0.5) / 8 / in_features**0.5).half().float(),
@@ -50,6 +55,7 @@ def random_codes(
         dtype=dtype,
         code=code,
         zeros=torch.randint(0, 16, groups, generator=generator).to(torch.int8) if has_zeros else None,
+        block_scales=torch.randint(224, 248, blocks, generator=generator, dtype=torch.uint8) if code == "fp4" else None,
     )
 
 
@@ -68,17 +74,34 @@ def test_an_int4_is_its_code_less_the_zero_point_of_its_group() -> None:
     assert numbers_of(codes, "int4", None, 2).tolist() == [[-8, 7, 0, -1], [-7, -6, -5, -4]]
 
 
-def test_a_byte_holds_codes_of_inputs_that_are_half_a_span_apart() -> None:
+def test_a_word_holds_neighbours_codes_in_its_halves() -> None:
     codes = torch.randint(0, 16, (3, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = pack_codes(codes)
     assert packed.shape == (3, 48) and torch.equal(unpack_codes(packed), codes)
-    assert packed[2, 16 + 5] == codes[2, 32 + 5] + 16 * codes[2, 48 + 5]
+    for word, value in enumerate(packed[2].view(torch.int32).tolist()):
+        span, own = codes[2, word // 4 * 32 :], 2 * (word % 4)
+        for v in range(4):
+            assert value >> 4 * v & 0x000F000F == span[8 * v + own] + (span[8 * v + own + 1].int() << 16)
     assert torch.equal(pack_codes(codes[:, 32:64]), packed[:, 16:32]), "a span is packed by itself"
 
 
-def test_spans_or_their_halves_lie_in_one_group() -> None:
-    assert fits_codes(96, 32) and fits_codes(96, 96) and fits_codes(96, 128) and fits_codes(256, 64)
-    assert fits_codes(96, 16) and not fits_codes(80, 32) and not fits_codes(80, 16) and not fits_codes(96, 48)
+def test_a_span_lies_in_one_group_of_an_int4() -> None:
+    assert fits_codes("int4", 96, 32) and fits_codes("int4", 96, 96) and fits_codes("int4", 256, 64)
+    assert fits_codes("int4", 96, 128) and not fits_codes("int4", 80, 32) and not fits_codes("int4", 96, 48)
+    assert not fits_codes("int4", 96, 16) and fits_codes("fp4", 96, 16) and not fits_codes("fp4", 80, 16)
+
+
+def test_a_block_scale_is_a_float_of_8_bits() -> None:
+    """Five of exponent and three of mantissa; every float8_e4m3fn above 0 is one, times a power of two."""
+    octets = torch.arange(248, dtype=torch.uint8)
+    found = block_scales_of(octets)
+    assert found.tolist() == [(1 + octet % 8 / 8) * 2.0 ** (octet // 8 - 30) for octet in range(248)]
+    assert torch.equal(as_block_scales(found), octets)
+    published = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**-9
+    assert torch.equal(block_scales_of(as_block_scales(published)), published)
+    for dtype in (torch.bfloat16, torch.float16):
+        products = torch.tensor(FP4_NUMBERS)[:, None] * published
+        assert torch.equal(products.to(dtype).float(), products), "numbers times them are exact"
 
 
 # --- CPU ------------------------------------------------------------------------------------------------------------
@@ -89,10 +112,7 @@ def test_spans_or_their_halves_lie_in_one_group() -> None:
 def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
     from kernels.cpu.linear import linear
 
-    for out_features, in_features, group_size in (
-        *((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)),
-        (40, 352, 16),
-    ):
+    for out_features, in_features, group_size in ((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)):
         weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
@@ -119,9 +139,8 @@ def test_scales_that_times_a_zero_point_would_be_rounded_take_their_numbers_in_8
 
 @of_every_kind
 def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool) -> None:
-    for size in (16, 32):
-        weight = random_codes(200, 96, code, has_zeros=has_zeros, group_size=size)
-        assert_panels_of_every_width_agree(weight, randn(9, 96, dtype=torch.float32))
+    weight = random_codes(200, 96, code, has_zeros=has_zeros, group_size=32)
+    assert_panels_of_every_width_agree(weight, randn(9, 96, dtype=torch.float32))
 
 
 @of_every_kind
@@ -145,7 +164,7 @@ def test_experts_on_a_cpu_give_the_bits_of_the_numbers_in_8(dtype: torch.dtype, 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
-CASES = [(1, 70, 96, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 224, 32), (4, 66, 288, 16)]
+CASES = [(1, 262, 96, None), (17, 130, 352, None), (5, 64, 256, 128), (3, 66, 224, 32)]
 
 
 @pytest.fixture
@@ -176,28 +195,30 @@ def test_every_code_is_exact(
     weight = random_codes(16, 32, code, has_zeros=has_zeros, dtype=dtype)
     codes = torch.arange(16, dtype=torch.uint8)  # each output has all of them, in another order
     weight = replace(weight, numbers=pack_codes(codes.repeat(16, 2) ^ codes[:, None]), scales=torch.ones(16, 1))
+    if weight.block_scales is not None:  # those of float8
+        octets = torch.arange(96, 240, dtype=torch.uint8).repeat(2)[: weight.block_scales.numel()]
+        weight = replace(weight, block_scales=octets.view(weight.block_scales.shape))
     found = kernel.linear(torch.eye(32, dtype=dtype, device=kernel_device), on(kernel_device, weight))
     assert torch.equal(found.float().cpu().T, weight.exact())
 
 
 @of_every_kind
-@pytest.mark.parametrize("group_size", [16, 32])
 def test_a_row_keeps_its_bits_in_company(
-    group_size: int, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+    code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
 ) -> None:
     """Of rows whose products are exact within a step, so that the interpreter's BLAS hides no order."""
-    weight = random_codes(64, 96, code, has_zeros=has_zeros, group_size=group_size)
+    weight = random_codes(64, 352, code, has_zeros=has_zeros, group_size=32)
     powers = 2.0 ** torch.randint(-22, -16, weight.scales.shape, generator=torch.Generator().manual_seed(0))
     weight = on(kernel_device, replace(weight, scales=powers))
-    sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
-    rows = torch.randint(-7, 8, (131, 96), generator=torch.Generator().manual_seed(1)) * sizes
+    sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(128).repeat(2)[:352]
+    rows = torch.randint(-7, 8, (131, 352), generator=torch.Generator().manual_seed(1)) * sizes
     rows = rows.to(kernel_device)
     for product in (kernel.linear, kernel.gated_linear):
         assert_a_row_keeps_its_bits(product, weight, rows, FEW)
 
 
 @of_every_kind
-@pytest.mark.parametrize("group_size", [None, 16, 32])
+@pytest.mark.parametrize("group_size", [None, 32])
 def test_experts_are_multiplied_by(
     group_size: int | None, code: Code, has_zeros: bool, kernel_device: torch.device, small_cuts: None
 ) -> None:
@@ -214,9 +235,9 @@ def test_experts_are_multiplied_by(
         assert_is_references(found, op, rows, torch.stack(list(whole.exact().chunk(5))), routing)
 
 
-@pytest.mark.parametrize("group_size", [None, 16, 32, 128])
+@pytest.mark.parametrize("group_size", [None, 32, 128])
 def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) -> None:
-    """And a step is of whole spans, which lie in one group, or is one of two."""
+    """And a step is of whole spans, which lie in one group."""
     for element_size in (2, 4):
         plans = [
             linear_plan.plan_linear(
@@ -225,15 +246,15 @@ def test_the_order_of_a_sum_is_a_matter_of_the_weight(group_size: int | None) ->
             for rows in (*range(1, 1200), 8192)
         ]
         assert len({(plan.block_k, plan.splits, plan.split_width) for plan in plans}) == 1
-        assert all(plan.block_k % 32 == 0 == (2 * (group_size or plan.block_k)) % plan.block_k for plan in plans)
-        assert {plan.step_groups for plan in plans} == {{None: 0, 16: 2}.get(group_size, 1)}
+        assert all(plan.block_k % 32 == 0 == (group_size or plan.block_k) % plan.block_k for plan in plans)
+        assert {plan.step_groups for plan in plans} == {group_size is not None}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @of_every_kind
-@pytest.mark.parametrize("group_size", [None, 16, 128])
+@pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize(
     ("op", "out_features", "in_features"),
     [("linear", 6144, 4096), ("linear", 4096, 14336), ("gated_linear", 28672, 4096)],

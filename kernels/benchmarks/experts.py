@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import experts, experts_linear
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
-from kernels.quantized_weight import QuantizedWeight
+from kernels.quantized_weight import FP4_GROUP, QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule
@@ -47,8 +47,8 @@ def cases(setting: Setting) -> list[Case]:
         "down": (partial(_prepare_products, gated=False), shape),
         "gate_up with biases": (partial(_prepare_products, gated=True, has_biases=True), biased),
         "down with biases": (partial(_prepare_products, gated=False, has_biases=True), biased),
-        "gate_up in MXFP4": (partial(_prepare_products, gated=True, has_biases=True, group_size=32), packed),
-        "down in MXFP4": (partial(_prepare_products, gated=False, has_biases=True, group_size=32), packed),
+        "gate_up in fp4": (partial(_prepare_products, gated=True, has_biases=True, is_fp4=True), packed),
+        "down in fp4": (partial(_prepare_products, gated=False, has_biases=True, is_fp4=True), packed),
         "route": (_prepare_route, shape),
         "sum": (_prepare_sum, shape),
         "route, corrected": (partial(_prepare_route, is_corrected=True), corrected),
@@ -79,7 +79,7 @@ def _prepare_products(
     *,
     gated: bool,
     has_biases: bool = False,
-    group_size: int | None = None,  # of fp4; None: weights are dense
+    is_fp4: bool = False,  # else weights are dense
     gate: Activation = "silu",
     num_experts: int,
     choices: int,
@@ -91,8 +91,8 @@ def _prepare_products(
     x = setting.normal(num_rows if gated else num_rows * choices, in_features, seed=0)
     dense: Tensor = setting.normal(num_experts * out_features, in_features, seed=1).div_(in_features**0.5)
     whole: Tensor | QuantizedWeight = dense
-    if group_size is not None:
-        whole = random_codes(dense, "fp4", group_size)
+    if is_fp4:
+        whole = random_codes(dense, "fp4", FP4_GROUP)
         dense = whole.dense()
     biases = setting.normal(num_experts, out_features, seed=2) if has_biases else None
     activation: dict[str, Any] = {"activation": "clamped_swiglu" if has_biases else gate} if gated else {}

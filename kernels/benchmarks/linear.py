@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
-from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes, num_groups, quantize
+from kernels.quantized_weight import FLOAT8, FP4_GROUP, Code, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
 
 ROWS = (1, 8, 64, 256, 512)
@@ -37,6 +37,7 @@ HELD: dict[str, tuple[torch.dtype | Code, int | None]] = {
     "fp8 in groups of 128": (FLOAT8, 128),
     "int8": (torch.int8, None),
     "int4 in groups of 128": ("int4", 128),  # with zero points
+    "NVFP4": ("fp4", FP4_GROUP),
 }
 HELD_ROWS = (1, 8, 512)
 
@@ -68,7 +69,7 @@ def cases(setting: Setting) -> list[Case]:
         if name != "head"
         for rows in held_sizes
         for held, (numbers, group_size) in HELD.items()
-        if not isinstance(numbers, str) or fits_codes(in_features, group_size or in_features)
+        if not isinstance(numbers, str) or fits_codes(numbers, in_features, group_size or in_features)
     ]
     return [
         Case(

@@ -187,7 +187,21 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             for key in range(0, count, key_lanes):
                                 out, line, panel = scores_at + 4 * key, 4 * KEYS, keys_at + 4 * key * steps
                                 add_products(
-                                    kind, key_vectors, rows, steps, out, line, a.nothing, 0, x, x_bytes, panel, 0, 0, 0
+                                    kind,
+                                    key_vectors,
+                                    rows,
+                                    steps,
+                                    out,
+                                    line,
+                                    a.nothing,
+                                    0,
+                                    x,
+                                    x_bytes,
+                                    panel,
+                                    0,
+                                    0,
+                                    0,
+                                    0,
                                 )
                         own = totals[:, first : first + rows]
                         most = weigh_rows(a, weights, scores, results[turn], place, own, tile, row, heads, start)
@@ -200,7 +214,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             else:
                                 x, line, x_bytes = weights_at, 4 * lanes, factor_bytes * KEYS
                                 add_products(
-                                    kind, vectors, rows, steps, out, line, out, line, x, x_bytes, panel, 0, 0, 0
+                                    kind, vectors, rows, steps, out, line, out, line, x, x_bytes, panel, 0, 0, 0, 0
                                 )
                         row += rows
                 start += KEYS

@@ -40,12 +40,12 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
     fields, own = arguments_of(*names, *MORE), {name: index for index, name in enumerate(names)}
     count = len(names)
     out, bias, x, panels, room, num_rows = (own[name] for name in ("out", "bias", "x", "panels", "room", "num_rows"))
-    scales = own.get("scales", -1)  # of quantized weights
+    scales, block_scales = own.get("scales", -1), own.get("block_scales", -1)  # of quantized weights
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, fields)[0]
         given = carray(arguments, count, np.int64)
-        starts, addresses = integers(a.starts, a.num_experts + 1), integers(a.addresses, 2 * a.num_experts)
+        starts, addresses = integers(a.starts, a.num_experts + 1), integers(a.addresses, 3 * a.num_experts)
         own_call = a.calls + 8 * count * thread
         taken = integers(own_call, count)
         for index in range(count):
@@ -62,10 +62,10 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
             if rows == 0:
                 continue
             taken[out], taken[x] = given[out] + starts[expert] * a.out_bytes, given[x] + starts[expert] * a.x_bytes
-            taken[panels], taken[num_rows] = addresses[2 * expert], rows
+            taken[panels], taken[num_rows] = addresses[3 * expert], rows
             taken[bias] = given[bias] + expert * a.bias_bytes  # without biases 0
             if scales >= 0:
-                taken[scales] = addresses[2 * expert + 1]
+                taken[scales], taken[block_scales] = addresses[3 * expert + 1], addresses[3 * expert + 2]
             kernel = a.kernel if rows < a.many_rows else a.kernel_of_many
             for panel in range(max(first - before, 0), min(end - before, a.num_panels)):
                 call(kernel, own_call, (panel, a.num_panels, 0))
@@ -77,14 +77,12 @@ def experts_multiplying(names: tuple[str, ...]) -> Kernel:
 class PanelsOfExperts(tuple[Panels, ...]):
     """The weights of one product, of each expert, all of one layout; to be kept as long as a recorded step may run."""
 
-    addresses: Tensor  # [num_experts, 2] int64: where each weight's numbers lie, and its scales
+    addresses: Tensor  # [num_experts, 3] int64: where each weight's numbers lie, its scales, and its block scales
 
     def __new__(cls, weights: Iterable[Panels]) -> PanelsOfExperts:
         own = super().__new__(cls, weights)
         assert len({(weight.numbers.shape, weight.code, weight.has_zeros, weight.group_size) for weight in own}) == 1
-        found = [
-            (weight.numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()) for weight in own
-        ]
+        found = [(weight.numbers.data_ptr(), *linear.addresses_of_scales(weight)) for weight in own]
         with _disable_current_modes():  # it is no part of a step that is recorded
             own.addresses = torch.tensor(found, dtype=torch.int64)
         return own

@@ -31,7 +31,7 @@ AHEAD = 512  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
-    *("out", "bias", "x", "panels", "scales", "nothing", "room"),  # addresses; bias 0, scales 0: none
+    *("out", "bias", "x", "panels", "scales", "block_scales", "nothing", "room"),  # addresses; bias, scales 0: none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps"),
     *("row_step_bytes", "room_bytes"),  # the latter of a thread
     *("are_float32", "write"),  # whether results are; the address of elements.rows_writing
@@ -39,13 +39,15 @@ Arguments = arguments_of(
 
 
 @cache
-def products(kind: int, num_vectors: int, widens: bool) -> Kernel:
+def products(kind: int, vectors: int, widens: bool) -> Kernel:
     """Of a kind of number_kinds with panels of so many vectors.
 
     widens: a part's factors are made once, in float32; of kinds that may.
     """
-    width, inputs = LANES * num_vectors, KINDS[kind].step_inputs
-    scale_bytes = 4 * width * (1 + KINDS[kind].has_zeros)  # of a group
+    width, inputs = LANES * vectors, KINDS[kind].step_inputs
+    has_blocks = KINDS[kind].has_blocks
+    scale_bytes = 0 if has_blocks else 4 * width * (1 + KINDS[kind].has_zeros)  # from group to group
+    block_bytes = width * has_blocks
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -64,15 +66,18 @@ def products(kind: int, num_vectors: int, widens: bool) -> Kernel:
             column, columns = panel * width, min(width, a.out_features - panel * width)
             is_result = a.are_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
-            scales, begin = a.scales + scale_bytes * panel * num_groups, 0
+            scales = a.scales + (4 * width * panel if has_blocks else scale_bytes * panel * num_groups)
+            blocks, begin = a.block_scales + block_bytes * panel * num_groups, 0
             while begin < a.steps:
                 group = begin // a.group_steps
                 steps = min(part_steps, a.steps - begin)
-                w, own = a.panels + panel * a.panel_bytes + begin * step_bytes, scales + scale_bytes * group
+                w = a.panels + panel * a.panel_bytes + begin * step_bytes
+                s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
                 if widens:
                     for step in range(steps):
-                        own = scales + scale_bytes * ((begin + step) // a.group_steps)
-                        widen(kind, num_vectors, factors + 4 * width * inputs * step, w + step * step_bytes, own)
+                        group = (begin + step) // a.group_steps
+                        s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
+                        widen(kind, vectors, factors + 4 * width * inputs * step, w + step * step_bytes, s32, s8)
                 else:
                     steps = min(steps, (group + 1) * a.group_steps - begin)
                 for turn in range(num_turns):
@@ -86,12 +91,12 @@ def products(kind: int, num_vectors: int, widens: bool) -> Kernel:
                     if widens:
                         n, share = steps * inputs, step_bytes // (inputs * num_turns) + 1
                         add_products(
-                            WIDE, num_vectors, rows, n, out, line, start, shift, x, row_bytes, factors, 0, ahead, share
+                            WIDE, vectors, rows, n, out, line, start, shift, x, row_bytes, factors, 0, 0, ahead, share
                         )
                     else:
                         share = (step_bytes + num_turns - 1) // num_turns
                         add_products(
-                            kind, num_vectors, rows, steps, out, line, start, shift, x, row_bytes, w, own, ahead, share
+                            kind, vectors, rows, steps, out, line, start, shift, x, row_bytes, w, s32, s8, ahead, share
                         )
                     if begin + steps == a.steps and not is_result:
                         call(a.write, a.out, (first, column, a.out_features, a.bias, out, rows, width, columns))
@@ -129,6 +134,11 @@ def readable(x: Tensor, weight: Panels) -> Tensor:
     return rows if x.dtype == torch.float32 or takes_pairs else widened(rows.contiguous())
 
 
+def addresses_of_scales(weight: Panels) -> list[int]:
+    """And of block scales; 0: there are none."""
+    return [0 if part is None else part.data_ptr() for part in (weight.scales, weight.block_scales)]
+
+
 def kind_of_panels(weight: Panels) -> int:
     """An index of KINDS."""
     code = weight.code
@@ -155,7 +165,7 @@ def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor
     group_steps = steps if weight.scales is None else min(weight.group_size // step_inputs, steps)
     return (
         *(out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(rows.data_ptr(), numbers.data_ptr(), 0 if weight.scales is None else weight.scales.data_ptr()),
+        *(rows.data_ptr(), numbers.data_ptr(), *addresses_of_scales(weight)),
         *(NOTHING.data_ptr(), room.data_ptr()),
         *(len(rows), row_bytes, weight.shape[0], num_panels, panel_bytes, steps, group_steps),
         *(step_inputs * rows.element_size(), room.nbytes // torch.get_num_threads()),

@@ -31,11 +31,12 @@ class Sums:
         self.totals: list[Any] = []
         self.of_groups: list[Any] = []
 
-    def scale(self, scales: Any) -> None:
-        """With the scales at an address, one for each output, and zero points behind them."""
+    def scale(self, scales: Any, block_scales: Any) -> None:
+        """With the scales at an address, one for each output, and zero points behind them; with those of a block."""
         add, width = self.builder.add, 4 * LANES * len(self.vectors)
-        places = [add(scales, number(4 * LANES * vector)) for vector in self.vectors]
-        self.of_groups = [self.kind.of_group(self.builder, place, add(place, number(width))) for place in places]
+        for vector in self.vectors:
+            place, block = add(scales, number(4 * LANES * vector)), add(block_scales, number(LANES * vector))
+            self.of_groups.append(self.kind.of_group(self.builder, place, add(place, number(width)), block))
 
     def places(self, address: Any, stride: Any) -> list[Any]:
         add, mul = self.builder.add, self.builder.mul
@@ -102,6 +103,7 @@ def _add_products(
     row_bytes: Any,
     panel: Any,  # its address
     scales: Any,  # address of the panel's scales, of kinds that have them
+    block_scales: Any,  # likewise
     ahead: Any,  # address of what the second cache is asked for meanwhile; a constant 0: nothing
     ahead_bytes: Any,  # from step to step
 ) -> Any:
@@ -109,8 +111,8 @@ def _add_products(
     asks = not isinstance(ahead, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, scales, *wanted = arguments[2:]
-        ahead = (wanted[0], wanted[1]) if asks else None
+        num_rows, steps, out, out_bytes, start, start_bytes, rows, row_bytes, panel, *own, wanted, share = arguments[2:]
+        ahead = (wanted, share) if asks else None
         behind = builder.append_basic_block("added")
         cases = [builder.append_basic_block("rows") for _ in range(TURN_ROWS)]
         switch = builder.switch(num_rows, cases[-1])
@@ -120,7 +122,7 @@ def _add_products(
             sums = Sums(builder, KINDS[kind.literal_value], count, num_vectors.literal_value)
             bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
             sums.start(start, start_bytes)
-            sums.scale(scales)
+            sums.scale(*own)
             reached = sums.steps(number(0), steps, UNROLLED, bases, panel, ahead)
             sums.steps(reached, steps, 1, bases, panel, ahead)
             sums.store(out, out_bytes)
@@ -128,7 +130,7 @@ def _add_products(
         builder.position_at_end(behind)
         return context.get_dummy_value()
 
-    return types.void(kind, num_vectors, *[types.int64] * 10, ahead, types.int64), generate
+    return types.void(kind, num_vectors, *[types.int64] * 11, ahead, types.int64), generate
 
 
 def _widen(
@@ -138,13 +140,14 @@ def _widen(
     out: Any,  # addresses, as the next two
     step: Any,
     scales: Any,
+    block_scales: Any,
 ) -> Any:
     """The factors of a panel's step, as a panel of float32 has them, input by input."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        own, (out, step, scales) = KINDS[kind.literal_value], arguments[2:]
+        own, (out, step, *beside) = KINDS[kind.literal_value], arguments[2:]
         panel = Sums(builder, own, 0, num_vectors.literal_value)
-        panel.scale(scales)
+        panel.scale(*beside)
         line = 4 * LANES * num_vectors.literal_value
         for vector, of_group in enumerate(panel.of_groups):
             place = builder.add(step, number(own.vector_bytes * vector))
@@ -153,7 +156,7 @@ def _widen(
                 builder.store(factors, builder.inttoptr(to, FLOATS.as_pointer())).align = 4 * LANES
         return context.get_dummy_value()
 
-    return types.void(kind, num_vectors, *[types.int64] * 3), generate
+    return types.void(kind, num_vectors, *[types.int64] * 4), generate
 
 
 add_products: Any = intrinsic(prefer_literal=True)(_add_products)

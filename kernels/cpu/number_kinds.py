@@ -45,9 +45,10 @@ class Float32:
     # As many rows, then float32, as are faster where float32 factors are made once and not in each turn.
     widens_from = NEVER
     has_zeros = False  # zero points behind the scales
+    has_blocks = False  # block scales, one for each group, and one scale of them all
 
-    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
-        """What becomes of scales and zero points at these addresses, once for the inputs that share them."""
+    def of_group(self, builder: Any, scales: Any, zeros: Any, block_scales: Any) -> Any:
+        """What becomes of what lies at these addresses, once for the inputs that share it."""
 
     def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
         """Vectors of the factors at an address, one for each of a step's inputs."""
@@ -99,7 +100,7 @@ class Scaled(Float32):
 
     vector_bytes, widens_from = LANES, MANY_ROWS
 
-    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
+    def of_group(self, builder: Any, scales: Any, zeros: Any, block_scales: Any) -> Any:
         return load(builder, scales, FLOATS, 4)
 
 
@@ -144,7 +145,7 @@ class Int4(Codes):
     def __init__(self, *, has_zeros: bool) -> None:
         self.has_zeros = has_zeros
 
-    def of_group(self, builder: Any, scales: Any, zeros: Any) -> Any:
+    def of_group(self, builder: Any, scales: Any, zeros: Any, block_scales: Any) -> Any:
         own = load(builder, scales, FLOATS, 4)
         points = load(builder, zeros, FLOATS, 4) if self.has_zeros else ir.Constant(FLOATS, [float(ZERO)] * LANES)
         return own, builder.fneg(builder.fmul(own, points))
@@ -157,6 +158,15 @@ class Int4(Codes):
 
 
 class Fp4(Codes):
+    has_blocks = True
+
+    def of_group(self, builder: Any, scales: Any, zeros: Any, block_scales: Any) -> Any:
+        """As kernels.quantized_weight.block_scales_of."""
+        words = builder.zext(load(builder, block_scales, BYTES, 1), WORDS)
+        moved = builder.shl(words, ir.Constant(WORDS, [20] * LANES))
+        found = builder.bitcast(builder.add(moved, ir.Constant(WORDS, [97 << 23] * LANES)), FLOATS)
+        return builder.fmul(load(builder, scales, FLOATS, 4), found)
+
     def weights(self, builder: Any, address: Any, of_group: Any) -> list[Any]:
         found = [look_up(builder, FP4_NUMBERS, codes) for codes in self.halves(builder, address, BYTES)]
         return [builder.fmul(builder.sitofp(builder.sext(own, WORDS), FLOATS), of_group) for own in found]

@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.huge_pages import in_huge_pages
-from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, codes_side_by_side, expand, numbers_of, unpack_codes
+from kernels.quantized_weight import (
+    FLOAT8,
+    FP4_GROUP,
+    Code,
+    QuantizedWeight,
+    block_scales_of,
+    codes_side_by_side,
+    expand,
+    numbers_of,
+    unpack_codes,
+)
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,8 +46,9 @@ class Panels:
     # in_features / 2, width, 1] uint8, the first of two inputs in the lower bits.
     numbers: Tensor
     # Of a quantized weight [panels, groups, 1, width] float32; with zero points behind its scales [panels, groups, 2,
-    # width].
+    # width]. An fp4 has one of them all, and block scales.
     scales: Tensor | None = None
+    block_scales: Tensor | None = None  # [panels, groups, width] uint8
     group_size: int = 0  # inputs that share a scale
     code: Code | None = None  # as QuantizedWeight.code
 
@@ -65,6 +76,8 @@ class Panels:
         if self.code is not None:
             zeros = beside[1].to(torch.int8) if self.has_zeros else None
             weight = numbers_of(codes_side_by_side(weight), self.code, zeros, self.group_size)
+        if self.block_scales is not None:
+            scales = scales * block_scales_of(self.block_scales.transpose(1, 2).flatten(0, 1)[: self.shape[0]])
         return expand(weight, scales, self.group_size).to(self.dtype)
 
 
@@ -92,7 +105,9 @@ def pack(weight: Weight) -> Weight:
     beside = [weight.scales * WORTH[weight.numbers.dtype]]
     if weight.zeros is not None:
         beside.append(weight.zeros.float())
-    numbers = weight.numbers
+    numbers, block_scales = weight.numbers, weight.block_scales
+    if block_scales is not None:
+        block_scales = _panels(block_scales[:, : weight.shape[1] // FP4_GROUP], width).squeeze(-1)
     if weight.code is not None:
         codes = unpack_codes(numbers)
         numbers = codes[:, ::2] | codes[:, 1::2] << 4
@@ -101,6 +116,7 @@ def pack(weight: Weight) -> Weight:
         dtype=weight.dtype,
         numbers=_panels(numbers, width),
         scales=torch.stack([_panels(part, width).squeeze(-1) for part in beside], dim=2),
+        block_scales=block_scales,
         group_size=weight.group_size,
         code=weight.code,
     )
@@ -128,7 +144,7 @@ def tensors_of(weight: Weight) -> list[Tensor]:
         return [weight]
     if isinstance(weight, QuantizedWeight):
         return list(weight.tensors.values())
-    return [weight.numbers] if weight.scales is None else [weight.numbers, weight.scales]
+    return [part for part in (weight.numbers, weight.scales, weight.block_scales) if part is not None]
 
 
 def unpacked(weight: Weight) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import ZERO, QuantizedWeight, pack_codes, quantize
+from kernels.quantized_weight import ZERO, QuantizedWeight, num_groups, pack_codes, quantize
 from runner.engine.architecture import Architecture, gate_up_rows
 from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
 from runner.engine.decoder import HEAD, Decoder
@@ -24,6 +24,7 @@ from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.shard import Shard
 
 STD = 0.02  # of random weights
+SOME_BLOCK_SCALES = (168, 184)  # of random weights, up to the latter: between the smallest and four times that
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
@@ -84,6 +85,8 @@ def fill_randomly(decoder: Decoder) -> None:
 def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
     """All are as likely. Scales are of 16 bits, as published ones."""
     weight.numbers.random_(0, 256, generator=generator)
+    if weight.block_scales is not None:
+        weight.block_scales.random_(*SOME_BLOCK_SCALES, generator=generator)
     if weight.zeros is not None:
         weight.zeros.fill_(ZERO)
     weight.scales.fill_(1.0)
@@ -120,7 +123,8 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
 def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard) -> None:
     """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
     found, is_packed = tensor.read(), target.code is not None
-    numbers = (found.numbers if is_packed else found.in_8_bits(tensor.storage))[part]
+    found = found if is_packed else found.in_8_bits(tensor.storage)
+    numbers = found.numbers[part]
     target.numbers.copy_(pack_codes(numbers) if is_packed else numbers)
 
     def own(groups: torch.Tensor) -> torch.Tensor:
@@ -129,14 +133,17 @@ def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, d
             return groups[part]
         if groups.shape[1] == 1:
             return groups
-        num_groups = target.scales.shape[1]
-        repeats = (tensor.storage.group_size or 1) * num_groups // target.shape[1]  # of groups that ranks halve
-        first = shard.rank * num_groups
-        return groups.repeat_interleave(repeats, dim=1)[:, first : first + num_groups]
+        held = num_groups(target.shape[1], target.group_size)
+        repeats = (tensor.storage.group_size or 1) // target.group_size  # of groups that ranks halve
+        first = shard.rank * held
+        return groups.repeat_interleave(repeats, dim=1)[:, first : first + held]
 
     target.scales.copy_(own(found.scales))
     if target.zeros is not None:  # which matrices that are multiplied with this one may have alone
         target.zeros.copy_(torch.tensor(ZERO) if found.zeros is None else own(found.zeros))
+    if found.block_scales is not None and target.block_scales is not None:
+        block_scales = own(found.block_scales)
+        target.block_scales[:, : block_scales.shape[1]].copy_(block_scales)
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Experts' weights in microscaling FP4 (OCP Microscaling Formats 1.0), as gpt-oss publishes them.
 
 32 inputs of an output share a power of two, and each is one of 16 numbers, of which kernels take twice as much: whole
-numbers, so that scales are half of those powers, and 8 bits hold what was published too, exactly.
+numbers, so that scales are half of those powers. An output's largest becomes its scale of 32 bits, and what that leaves
+of the others its block scales: 4 bits hold what was published exactly, but that groups 2**30 below the largest are 0.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import codes_side_by_side
+from kernels.quantized_weight import FP4_GROUP, codes_side_by_side
 from runner.engine.errors import UserError
-from runner.engine.quantization import MXFP4_GROUP, Storage
+from runner.engine.quantization import FP4, MXFP4_GROUP
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_plain, require_scales
 
 EXPONENT_BIAS = 127
+GROUPS = MXFP4_GROUP // FP4_GROUP  # of ours in one of theirs
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name that a stack would have dense
 
 
@@ -44,16 +46,14 @@ class Mxfp4Stack:
         _, num_outputs, in_features = self.get_shape()
 
         def read() -> Numbers:
-            blocks = self.blocks[expert : expert + 1][0][outputs]
-            exponents = self.scales[expert : expert + 1][0][outputs].float() - (EXPONENT_BIAS + 1)
-            return Numbers(numbers=codes_side_by_side(blocks), scales=require_scales(torch.exp2(exponents), self.of))
+            codes = codes_side_by_side(self.blocks[expert : expert + 1][0][outputs])
+            exponents = self.scales[expert : expert + 1][0][outputs].float().repeat_interleave(GROUPS, dim=1)
+            largest = exponents.amax(dim=1, keepdim=True)
+            scales = require_scales(torch.exp2(largest - (EXPONENT_BIAS + 1)), self.of)
+            return Numbers.of_fp4(codes, torch.exp2(exponents - largest), scales)
 
-        group_size = None if in_features == MXFP4_GROUP else MXFP4_GROUP
-        return QuantizedTensor(
-            shape=(len(range(num_outputs)[outputs]), in_features),
-            storage=Storage(dtype=torch.uint8, group_size=group_size, code="fp4"),
-            read=read,
-        )
+        shape = (len(range(num_outputs)[outputs]), in_features)
+        return QuantizedTensor(shape=shape, storage=FP4.of_inputs(in_features), read=read)
 
 
 def stack_mxfp4(slices: Mapping[str, Any], of: str) -> Iterator[tuple[str, Any]]:

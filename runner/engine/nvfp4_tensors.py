@@ -1,7 +1,7 @@
 """Weights in NVIDIA's FP4, of ModelOpt and compressed-tensors: a float8 scale for 16 inputs, and one more of them all.
 
 Each input is one of 16 numbers (OCP's E2M1), of which kernels take twice as much: whole numbers, so that scales are
-halved, and 4 bits, or 8, hold what was published exactly. What activations were to be rounded to is left alone.
+halved, and 4 bits hold what was published exactly. What activations were to be rounded to is left alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_scales, require_shape, required
 
+UNIT = 2.0**-9  # the smallest float8 above 0, and more than the reciprocal of the largest
 OF_ALL, INVERSE_OF_ALL = "weight_scale_2", "weight_global_scale"  # ModelOpt's factor, compressed-tensors' divisor
 
 
@@ -34,12 +35,14 @@ def nvfp4_tensor(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str)
         factor = whole[...].float()
         if factor.numel() != 1:
             raise UserError(f"{of} must have one scale beside those of groups, got {list(factor.shape)}; {AGAIN}")
-        factor, scales = factor.reshape(()), scale[...].float()
-        scales = require_scales((scales / factor if INVERSE_OF_ALL in parts else scales * factor) / 2, of)
-        found = Numbers(numbers=codes_side_by_side(packed[...]), scales=scales)
-        if storage.code is None:
-            found = Numbers(numbers=found.in_8_bits(scheme.storage), scales=scales)
-        return found
+        factor, block_scales = factor.reshape(()), scale[...].float()
+        factor = 1.0 / factor if INVERSE_OF_ALL in parts else factor
+        require_scales(block_scales * factor / 2, of)
+        if (block_scales < 0).any():
+            raise UserError(f"{of} must have scales of groups of at least 0, got {block_scales.min():.4g}; {AGAIN}")
+        scales = (factor / 2 / UNIT).expand(len(block_scales), 1).contiguous()
+        found = Numbers.of_fp4(codes_side_by_side(packed[...]), block_scales * UNIT, scales)
+        return found if storage.code is not None else found.in_8_bits(scheme.storage)
 
     storage = scheme.storage.of_inputs(in_features)
     return QuantizedTensor(shape=(out_features, in_features), storage=storage, read=read)

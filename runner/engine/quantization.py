@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import FLOAT8, Code, QuantizedWeight, fits_codes
+from kernels.quantized_weight import FLOAT8, FP4_GROUP, Code, QuantizedWeight, fits_codes
 from runner.engine.errors import UserError
 
 NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
@@ -17,7 +17,7 @@ READABLE = (
     "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized), modelopt (FP8, "
     "NVFP4, MIXED_PRECISION), gptq, awq and mxfp4"
 )
-MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale in those formats
+MXFP4_GROUP = 32  # inputs that share a scale in that format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Storage:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Storage:
-        columns, code, has_zeros = weight.shared_columns, weight.code, weight.has_zeros
-        return cls(dtype=weight.numbers.dtype, group_size=columns, code=code, has_zeros=has_zeros)
+        code, size = weight.code, FP4_GROUP if weight.code == "fp4" else weight.shared_columns
+        return cls(dtype=weight.numbers.dtype, group_size=size, code=code, has_zeros=weight.has_zeros)
 
     @property
     def is_multiplied(self) -> bool:
@@ -42,7 +42,7 @@ class Storage:
 
     def of_inputs(self, in_features: int) -> Storage:
         """As a weight of so many inputs is held: the numbers of codes that kernels would not take take 8 bits."""
-        if self.code is None or fits_codes(in_features, self.group_size or in_features):
+        if self.code is None or fits_codes(self.code, in_features, self.group_size or in_features):
             return self
         return Storage(dtype=torch.int8, group_size=self.group_size)
 
@@ -50,9 +50,10 @@ class Storage:
         name: str = self.code or next(name for name, dtype in NUMBERS.items() if dtype == self.dtype)
         if self.group_size == 1:
             return f"{name}, a scale for each number"
-        return name if self.group_size is None else f"{name} in groups of {self.group_size}"
+        return name if self.group_size is None or self.code == "fp4" else f"{name} in groups of {self.group_size}"
 
 
+FP4 = Storage(dtype=torch.uint8, group_size=FP4_GROUP, code="fp4")  # of NVFP4, and of MXFP4
 Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_attn.q_proj
 
 
@@ -120,8 +121,7 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
         storage = storage_of_bits(4, size, has_zeros=bool(stated.get("zero_point", True)))
         return Scheme(packing="awq", storage=storage, bits=4)
     if method == "mxfp4":
-        storage = Storage(dtype=torch.uint8, group_size=MXFP4_GROUP, code="fp4")
-        return Scheme(packing="mxfp4", storage=storage, bits=4)
+        return Scheme(packing="mxfp4", storage=FP4, bits=4)
     return None
 
 
@@ -152,10 +152,7 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
 
 def _nvfp4(packing: str, size: int | None) -> Scheme | None:
     """size: what is stated of groups, which have one size in this format."""
-    if size not in (None, NVFP4_GROUP):
-        return None
-    storage = Storage(dtype=torch.uint8, group_size=NVFP4_GROUP, code="fp4")
-    return Scheme(packing=packing, storage=storage, bits=4)
+    return None if size not in (None, FP4_GROUP) else Scheme(packing=packing, storage=FP4, bits=4)
 
 
 def storage_of_bits(bits: int, size: int | None, *, has_zeros: bool = False) -> Storage:

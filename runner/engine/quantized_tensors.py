@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.quantized_weight import expand, numbers_of
+from kernels.quantized_weight import FP4_GROUP, as_block_scales, block_scales_of, expand, numbers_of
 from runner.engine.errors import UserError
 from runner.engine.quantization import Storage
 
@@ -22,6 +22,7 @@ LEFT_ALONE = (
     *("prob_output_scale", "bias_scale", "input_global_scale"),
 )
 LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is larger is a scale's reciprocal
+SMALLEST_BLOCK_SCALE = 2.0**-30
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
 AGAIN = "download the checkpoint again"
@@ -32,23 +33,36 @@ class Numbers:
     """Of a weight [out_features, in_features], one to a place, codes too."""
 
     numbers: Tensor  # [out_features, in_features] int8 or float8_e4m3fn; codes uint8
-    scales: Tensor  # [out_features, groups] float32
+    scales: Tensor  # [out_features, groups] float32; of an fp4 [out_features, 1]
     zeros: Tensor | None = None  # [out_features, groups] int8, of int4; None: all are the same
+    block_scales: Tensor | None = None  # [out_features, in_features / FP4_GROUP] uint8, of fp4
+
+    @classmethod
+    def of_fp4(cls, codes: Tensor, block_scales: Tensor, scales: Tensor) -> Numbers:
+        """block_scales: as float32, with four bits of significand, below 2; groups with less than 2**-30 become 0."""
+        is_zero = block_scales < SMALLEST_BLOCK_SCALE
+        return cls(
+            numbers=codes.masked_fill(is_zero.repeat_interleave(FP4_GROUP, dim=1), 0),
+            scales=scales,
+            block_scales=as_block_scales(block_scales.masked_fill(is_zero, 1.0)),
+        )
 
     def rows(self, index: Tensor) -> Numbers:
-        zeros = None if self.zeros is None else self.zeros[index]
-        return Numbers(numbers=self.numbers[index], scales=self.scales[index], zeros=zeros)
+        zeros, block_scales = (None if part is None else part[index] for part in (self.zeros, self.block_scales))
+        return Numbers(numbers=self.numbers[index], scales=self.scales[index], zeros=zeros, block_scales=block_scales)
 
     def expand(self, storage: Storage) -> Tensor:
         """[out_features, in_features] float32."""
-        in_features = self.numbers.shape[1]
-        return expand(self.in_8_bits(storage), self.scales, storage.group_size or in_features)
+        wide = self.in_8_bits(storage)
+        return expand(wide.numbers, wide.scales, storage.group_size or wide.numbers.shape[1])
 
-    def in_8_bits(self, storage: Storage) -> Tensor:
+    def in_8_bits(self, storage: Storage) -> Numbers:
         """The numbers, of codes what they stand for."""
         if storage.code is None:
-            return self.numbers
-        return numbers_of(self.numbers, storage.code, self.zeros, storage.group_size or self.numbers.shape[1])
+            return self
+        numbers = numbers_of(self.numbers, storage.code, self.zeros, storage.group_size or self.numbers.shape[1])
+        scales = self.scales if self.block_scales is None else self.scales * block_scales_of(self.block_scales)
+        return Numbers(numbers=numbers, scales=scales)
 
 
 @dataclass(frozen=True, kw_only=True)
