@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.engine.block_manager import BlockManager
+from runner.engine.refusal import refusal
 from runner.engine.request import Request
 from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_params import SamplingParams
+from runner.engine.stopping import StopRules
 from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
 from tests.no_readback import NoReadback
@@ -86,6 +89,42 @@ def test_all_tokens_but_the_allowed_ones_are_masked(allowed: list[list[int] | No
     for row, token_ids in zip(logits, [a for a in allowed for _ in range(2)], strict=True):
         kept = set(torch.where(row == 0.0)[0].tolist())
         assert kept == (set(range(VOCAB_SIZE)) if token_ids is None else set(token_ids))
+
+
+EOS, MAX_TOKENS = 0, 4
+ENDLESS_WORDS = st.lists(  # eos at most as their last token
+    st.tuples(st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=2), st.integers(0, VOCAB_SIZE - 1)).map(
+        lambda word: [*word[0], word[1]]
+    ),
+    max_size=12,
+)
+
+
+def comes_to_a_dead_end(request: Request, said: tuple[int, ...] = ()) -> bool:
+    """Whether an output that the masks allow leaves nothing to say: goes through all of them."""
+    params, words = request.sampling_params, [list(word) for word in request.bad_words_token_ids]
+    forbidden = masked_tokens(list(said), words) | ({EOS} if len(said) < params.min_tokens else set())
+    left = set(range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids) - forbidden
+    if len(said) + 1 == params.max_tokens:
+        return not left
+    return not left or any(comes_to_a_dead_end(request, (*said, token)) for token in left)
+
+
+@settings(max_examples=300)
+@given(ENDLESS_WORDS, st.none() | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1), st.integers(0, MAX_TOKENS))
+def test_a_request_is_refused_iff_its_masks_may_leave_no_token(
+    words: list[list[int]], allowed: list[int] | None, min_tokens: int
+) -> None:
+    """Such a row said token 0, which nobody had allowed: 0 is the argmax where all logits are -inf."""
+    params = {"allowed_token_ids": allowed, "min_tokens": min_tokens, "max_tokens": MAX_TOKENS}
+    request = make_request([], words, **params)
+    reason = refusal(
+        request,
+        stop_rules=StopRules(eos_token_ids=frozenset({EOS}), max_model_len=64),
+        vocab_size=VOCAB_SIZE,
+        blocks=BlockManager(num_blocks=9, block_size=16),
+    )
+    assert (reason is not None) == comes_to_a_dead_end(request)
 
 
 def test_words_are_compared_with_drafts_without_a_look_at_them() -> None:

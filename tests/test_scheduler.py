@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -419,7 +419,11 @@ REFUSALS: dict[str, tuple[Request, str]] = {
     ),
     "nothing allowed but eos, which is not yet": (
         make_request(3, allowed_token_ids=[EOS, 7], stop_token_ids=[7], min_tokens=1),
-        r"allowed_token_ids must hold a token that bad_words and min_tokens leave, got \[0, 7\]",
+        r"allowed_token_ids must hold a token that bad_words and min_tokens leave, got \[0, 7\]; allow more",
+    ),
+    "nothing to say behind a token": (
+        replace(make_request(3, allowed_token_ids=[1, 2], bad_words="x"), bad_words_token_ids=((1, 1), (1, 2))),
+        r"leave behind the output \[1\], got \[1, 2\]; allow more",
     ),
     "a stop token that is none": (make_request(3, stop_token_ids=[99]), "stop_token_ids must name tokens.*got 99"),
 }

@@ -27,10 +27,13 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
         return str(error)
     if not all(0 <= token < vocab_size for word in request.bad_words_token_ids for token in word):
         return f"bad_words must be spelled in tokens in [0, {vocab_size - 1}]; use the target's tokenizer"
-    if not _leaves_a_token(request, stop_rules):
+    dead_end = _dead_end(request, stop_rules, vocab_size)
+    if dead_end is not None:
+        allowed = request.sampling_params.allowed_token_ids
+        behind = f" behind the output {list(dead_end)}" if dead_end else ""
         return (
-            "allowed_token_ids must hold a token that bad_words and min_tokens leave, "
-            f"got {list(request.sampling_params.allowed_token_ids or ())}"
+            f"allowed_token_ids must hold a token that bad_words and min_tokens leave{behind}, got "
+            f"{'all tokens' if allowed is None else list(allowed)}; allow more tokens, or forbid less"
         )
     longest = min(limit, num_prompt + request.sampling_params.max_tokens)
     if blocks.num_blocks_for(longest) > blocks.num_usable_blocks:
@@ -43,12 +46,30 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
     return None
 
 
-def _leaves_a_token(request: Request, stop_rules: StopRules) -> bool:
-    """Whether its allowed tokens, if it names any, hold one that no other rule forbids from the start."""
+def _dead_end(request: Request, stop_rules: StopRules, vocab_size: int) -> tuple[int, ...] | None:
+    """An output that a request may come to, and that its masks leave no token behind; None: there is none.
+
+    What bad words forbid behind an output follows from the longest of their beginnings that it ends with, so that
+    asking behind the beginnings is enough. Where a grammar goes on, it holds alone (runner/engine/sampling.py).
+    """
     params = request.sampling_params
-    if params.allowed_token_ids is None:
-        return True
-    left = set(params.allowed_token_ids) - {word[0] for word in request.bad_words_token_ids if len(word) == 1}
-    if params.min_tokens:
-        left -= {*stop_rules.eos_token_ids, *params.stop_token_ids}
-    return bool(left)
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    ending = {*stop_rules.eos_token_ids, *params.stop_token_ids} if params.min_tokens else set[int]()
+    last_token_ids: dict[tuple[int, ...], set[int]] = {(): set()}  # of bad words, by what stands before
+    for word in request.bad_words_token_ids:
+        last_token_ids.setdefault(word[:-1], set()).add(word[-1])
+    if not ending.union(*last_token_ids.values()).issuperset(allowed):
+        return None
+
+    def left(output: tuple[int, ...]) -> set[int]:
+        words = (last_token_ids.get(output[start:], ()) for start in range(len(output) + 1))
+        return set(allowed).difference(*words)
+
+    outputs = [()] if params.structured_outputs is not None else sorted(last_token_ids, key=len)
+    for output in outputs:
+        is_said = len(output) < params.max_tokens and all(
+            token in left(output[:place]) for place, token in enumerate(output)
+        )
+        if is_said and not left(output) - (ending if len(output) < params.min_tokens else set()):
+            return output
+    return None
