@@ -23,6 +23,7 @@ from runner.config.from_vllm import without_switches
 from runner.config.python_names import in_python
 from runner.draft_budgets import DraftBudgets
 from runner.engine.errors import UserError
+from runner.engine.known_arguments import known_arguments
 from runner.engine.loader import LoadedModel
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
@@ -106,6 +107,7 @@ class LLM:
         self._to_abort: set[str] = set()  # prompts of the generate() that runs
         self._running = threading.Lock()
 
+    @known_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -146,7 +148,8 @@ class LLM:
         if traces.errors:  # an empty text alone would pass for an answer
             request_id, reason = next(iter(traces.errors.items()))
             warnings.warn(
-                f"{len(traces.errors)} of {len(requests)} requests failed; request {request_id}: {reason}", stacklevel=2
+                f"{len(traces.errors)} of {len(requests)} requests failed; request {request_id}: {reason}",
+                stacklevel=3,  # known_arguments stands between
             )
         return collect_outputs(requests, traces.errors, self.engine.tokenizer.decode_token)
 
@@ -170,6 +173,7 @@ class LLM:
         """
         self.ranks.close()
 
+    @known_arguments
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],

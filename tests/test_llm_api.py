@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from runner.config.python_names import in_python
 from runner.engine.errors import UserError
 from runner.engine.request import Request
 from runner.engine.scheduler import Scheduler
-from runner.llm import LLM, SamplingParams
+from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from runner.metrics import MetricsCollector
 from runner.outputs import Counter, RequestOutput, Vector
 from runner.prompts import make_requests
@@ -495,6 +496,23 @@ def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
         LLM("tiny", gpu_memory=0.5)
     with pytest.raises(UserError, match=r"^model must be a directory"):
         LLM(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda _: SamplingParams(temprature=0.5), "temprature is .* of SamplingParams, got 0.5; .* 'temperature'"),
+        (lambda _: StructuredOutputsParams(regexp="a"), "regexp is .* of StructuredOutputsParams, .* 'regex'"),
+        (lambda llm: llm.generate("a", sampling_param=GREEDY), "sampling_param is .* of LLM.generate, .*_params'"),
+        (lambda llm: llm.chat([], lora_request=None), "lora_request is .* of LLM.chat, got None; known: messages, "),
+    ],
+)
+def test_an_unknown_argument_of_a_request_is_refused_with_the_nearest_name(
+    tiny: LLM, call: Callable[[LLM], object], told: str
+) -> None:
+    """It was a TypeError."""
+    with pytest.raises(UserError, match=f"^{told}"):
+        call(tiny)
 
 
 def test_what_an_engine_cannot_start_with_is_told_in_the_terms_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

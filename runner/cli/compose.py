@@ -24,9 +24,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from proposers import available_methods
 from runner.cli.speculative_config import EXAMPLE, KEY, read_speculative_config
-from runner.config.problem import UNKNOWN_KEY, ConfigError, Problem, did_you_mean
+from runner.config.problem import UNKNOWN_KEY, ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.config.vllm_keys import UNAVAILABLE_METHODS
+from runner.engine.nearest_names import did_you_mean
 
 CONFIG_MODULE = "conf"
 HYDRA_VERSION_BASE = "1.3"

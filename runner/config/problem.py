@@ -5,8 +5,7 @@ Translates pydantic's errors; knows the schema only through the model class it i
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from runner.engine.errors import UserError
+from runner.engine.nearest_names import did_you_mean, nearest
 
 NO_VALUE = object()  # the problem is not about a value, for instance a missing key
 UNKNOWN_KEY = "is an unknown key"  # a rule
@@ -75,42 +75,6 @@ class RuleErrors(ValueError):
         super().__init__("; ".join(str(problem) for problem in problems))
 
 
-# What people call some values elsewhere, and spellings alone would take for another one.
-OTHER_NAMES = {"gpu": "cuda", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-
-
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """A remedy that names the closest options, or all of them when none is close."""
-    options = sorted(options)
-    if close := _close(word, options):
-        return "did you mean " + " or ".join(repr(option) for option in close) + "?"
-    return f"known: {', '.join(options)}" if options else ""
-
-
-def _close(word: str, options: Iterable[str]) -> list[str]:
-    """At most two options: those spelled alike, else those of which the word has all parts or beginnings
-    of them (`max_dept`, `num_spec`)."""
-    options = list(options)
-    if (other := OTHER_NAMES.get(word)) in options:
-        return [str(other)]
-    ratios = {option: difflib.SequenceMatcher(None, option, word).ratio() for option in options}
-    best = max(ratios.values(), default=0.0)
-    alike = [option for option, ratio in ratios.items() if ratio >= max(0.6, best - 0.2)]
-    if alike:
-        return sorted(alike, key=lambda option: -ratios[option])[:2]
-    parts = word.split("_")
-    return [
-        option
-        for option in ratios
-        if (len(word) > 2 and option.startswith(word))
-        or (len(parts) > 1 and all(_has_part(option.split("_"), part) for part in parts))
-    ][:2]
-
-
-def _has_part(own: Sequence[str], part: str) -> bool:
-    return any(name.startswith(part) for name in own) or bool(difflib.get_close_matches(part, own, cutoff=0.8))
-
-
 def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
     """The problems behind a pydantic error raised by `schema`; names get the prefix."""
     problems: list[Problem] = []
@@ -162,7 +126,7 @@ def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str
 
 
 def _closest(word: str, options: Sequence[str]) -> str:
-    close = _close(word, options)
+    close = nearest(word, options)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
@@ -184,12 +148,12 @@ def _unknown_key(path: Sequence[str], node: type[BaseModel], schema: type[BaseMo
             return f"only {parent}={' or '.join(map(union_tag, owners))} has it"
         if owners:
             return f"it is a key of {parent}: {parent}.{key}"
-    if not _close(key, node.model_fields):
+    if not nearest(key, node.model_fields):
         if remedy := str(getattr(node, "own_keys_remedy", "")):
             return remedy
         siblings = node_classes(schema.model_fields[path[0]].annotation) if path[0] in schema.model_fields else []
         for sibling in siblings if len(siblings) > 1 else []:
-            if close := _close(key, sibling.model_fields):
+            if close := nearest(key, sibling.model_fields):
                 return f"did you mean {close[0]!r} of {path[0]}={union_tag(sibling)}?"
     return did_you_mean(key, node.model_fields)
 

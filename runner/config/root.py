@@ -22,12 +22,13 @@ from runner.config.method_union import (
 )
 from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.node import Node
-from runner.config.problem import ConfigError, Problem, RuleErrors, did_you_mean, problems_of
+from runner.config.problem import ConfigError, Problem, RuleErrors, problems_of
 from runner.config.python_names import as_argument
 from runner.config.sampler import SamplerConfig
 from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import RENAMED_KEYS
 from runner.config.workload import DemoWorkload, WorkloadConfig
+from runner.engine.nearest_names import did_you_mean
 
 SPECULATIVE_KEYS = {*RENAMED_KEYS, *(key for keys in FIELDS.values() for key in keys)}
 

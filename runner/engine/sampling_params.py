@@ -12,6 +12,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from runner.engine.known_arguments import known_fields
 from runner.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**64 - 1
@@ -32,6 +33,7 @@ _LISTS: dict[str, tuple[type, str]] = {
 }
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, vLLM's names and meanings.
@@ -42,6 +44,7 @@ class SamplingParams:
     Raises:
         ValueError: a value is of another type or outside its range; the message names the field, the rule and the
             value.
+        UserError: there is no parameter of a name.
     """
 
     n: int = 1  # completions per prompt, each with a noise stream of its own

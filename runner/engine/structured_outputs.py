@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from runner.engine.known_arguments import known_fields
 
+
+@known_fields
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of one request's output; exactly one of the first five is given.
 
     Raises:
         ValueError: none or several are given, or one is of the wrong type; the message begins with structured_outputs.
+        UserError: there is no key of a name.
     """
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema, as text or as a mapping; kept as text
