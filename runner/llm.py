@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from proposers.base import Proposer
 from runner.assembly import assemble
 from runner.config import SpeculativeConfig
 from runner.config.from_vllm import without_switches
-from runner.config.python_names import in_python
+from runner.config.python_names import in_python, python_names
 from runner.draft_budgets import DraftBudgets
 from runner.engine.errors import UserError
 from runner.engine.known_arguments import known_arguments
@@ -72,11 +72,10 @@ class LLM:
         engine_args, switches = without_switches(engine_args)
         config = SpeculativeConfig.from_engine_args(model, speculative_config, **engine_args)
         for note in [*switches, *config.notes()]:  # a run from the command line has them in its summary
-            warnings.warn(note, stacklevel=2)
-        try:
+            warnings.warn(in_python(note), stacklevel=2)
+        self._names: Callable[[], AbstractContextManager[None]] = python_names  # by which errors speak of keys
+        with self._names():
             self._start(config)
-        except UserError as error:  # which names keys as the command line does
-            raise UserError(in_python(str(error))) from error.__cause__
 
     @classmethod
     def from_config(
@@ -90,6 +89,7 @@ class LLM:
             ranks: whose part it is; None: as many as the configuration wants, of which this process is the first.
         """
         llm = cls.__new__(cls)
+        llm._names = nullcontext  # the command line's
         llm._start(config, target_info, ranks)
         return llm
 
@@ -127,7 +127,7 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
-        with self._one_at_a_time():
+        with self._names(), self._one_at_a_time():
             listed = list_prompts(prompts)
             params = list_params(sampling_params, len(listed))
             for parameters in params:
@@ -324,5 +324,5 @@ class LLM:
             raise UserError(
                 f"speculative_model must be the draft that the engine was started with ({loaded or 'none'}), got "
                 f"{name!r}; give it to the engine: LLM(..., speculative_config={{'method': 'draft_model', 'model': "
-                f"{name!r}}}), or method=draft_model method.model={name} on the command line"
+                f"{name!r}}})"
             )

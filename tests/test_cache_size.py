@@ -234,7 +234,7 @@ def test_memory_that_runs_out_in_a_step_says_what_to_lower(engines: Engines, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(StepLoop, "step", step)
-        with pytest.raises(UserError, match=r"lower hardware\.gpu_memory_utilization \(now 0\.9\).*max_num_seqs"):
+        with pytest.raises(UserError, match=r"lower gpu_memory_utilization \(now 0\.9\).*or max_num_seqs or"):
             llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
     llm.engine.block_manager.check_integrity([])
     assert len(llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))) == 1

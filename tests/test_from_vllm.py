@@ -356,6 +356,7 @@ def test_problems_across_nodes_name_the_speculative_config() -> None:
         SpeculativeConfig.from_engine_args("t", {"model": "d", "max_model_len": 65}, max_model_len=64)
 
 
-def test_python_warns_of_what_is_read_otherwise_than_it_was_written() -> None:
-    with pytest.warns(UserWarning, match="enforce_eager=True changes nothing here: hardware.enforce_eager decides"):
+def test_python_warns_in_its_own_terms_of_what_is_read_otherwise_than_it_was_written() -> None:
+    """They were the command line's: hardware.enforce_eager decides."""
+    with pytest.warns(UserWarning, match=r"\.enforce_eager=True changes nothing here: enforce_eager decides"):
         LLM("tiny", speculative_config={"method": "ngram", "enforce_eager": True}, device="cpu")

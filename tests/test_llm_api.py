@@ -261,6 +261,16 @@ def test_a_model_without_a_tokenizer_takes_token_ids_alone(engines: Engines) -> 
     assert engines().generate(PROMPTS[0], GREEDY)[0].outputs[0].text == ""
 
 
+def test_what_a_request_cannot_have_is_told_in_the_terms_of_who_built_the_engine(engines: Engines) -> None:
+    """An LLM of keyword arguments spoke of model.tokenizer and workload=synthetic, as the command line writes them."""
+    built = engines()
+    of_a_run = LLM.from_config(built.config, built.engine.target_info)
+    for llm, ending in ((built, "set tokenizer"), (of_a_run, "set model.tokenizer, or use workload=synthetic")):
+        with pytest.raises(UserError) as raised:
+            llm.generate("text", GREEDY)
+        assert str(raised.value).endswith(f"for a model without a tokenizer; {ending}")
+
+
 def test_sampling_params_are_one_for_all_or_one_each(engines: Engines) -> None:
     llm = engines()
     params = [replace(GREEDY, max_tokens=count) for count in (1, 5, 3, 2, 4)]
@@ -539,6 +549,7 @@ def test_what_an_engine_cannot_start_with_is_told_in_the_terms_of_python(monkeyp
         ("set method.use_heterogeneous_vocab=true", "set speculative_config.use_heterogeneous_vocab=True"),
         ("hardware.max_num_seqs=64 of model.safetensors", "max_num_seqs=64 of model.safetensors"),
         ("choose method=ngram", "choose method=ngram"),
+        ("set model.tokenizer, or use workload=synthetic", "set tokenizer"),
     ],
 )
 def test_names_and_words_of_the_command_line_are_pythons_and_paths_stay(written: str, told: str) -> None:

@@ -209,8 +209,7 @@ def test_another_draft_is_refused_with_where_to_give_it(method: str, loaded: str
         engine(method).generate(PROMPT, SamplingParams(**GREEDY, speculative_model="some/draft"))
     assert str(raised.value) == (
         f"speculative_model must be the draft that the engine was started with ({loaded}), got 'some/draft'; give it "
-        "to the engine: LLM(..., speculative_config={'method': 'draft_model', 'model': 'some/draft'}), or "
-        "method=draft_model method.model=some/draft on the command line"
+        "to the engine: LLM(..., speculative_config={'method': 'draft_model', 'model': 'some/draft'})"
     )
 
 

@@ -1,17 +1,20 @@
 """What the command line calls a key, as the Python API has it: `hardware.device=cuda` is `device='cuda'` of an LLM.
 
-Texts and problems in, the same under these names out. Nothing else of them changes.
+Texts, problems and errors in, the same under these names out. Nothing else of them changes.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from runner.config.hardware import HardwareConfig
 from runner.config.method_union import FIELDS
 from runner.config.model import ModelConfig
 from runner.config.problem import Problem
+from runner.engine.errors import UserError
 
 _PREFIXES = {"model": "", "hardware": "", "method": "speculative_config."}
 _KEYS = {*ModelConfig.model_fields, *HardwareConfig.model_fields, *(key for keys in FIELDS.values() for key in keys)}
@@ -20,6 +23,7 @@ _KEYS = {*ModelConfig.model_fields, *HardwareConfig.model_fields, *(key for keys
 _WRITTEN = re.compile(
     rf"(?<![\w./-])(?:model=hf )?({'|'.join(_PREFIXES)})\.({'|'.join(sorted(_KEYS))})\b(?:=([a-z]\w*)(?![\w./:-]))?"
 )
+_ELSEWHERE = re.compile(r", or use workload=\w+")  # a way out that is the command line's alone
 _WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -30,7 +34,16 @@ def in_python(text: str) -> str:
         node, key, value = found.groups()
         return f"{_PREFIXES[node]}{key}" + ("" if value is None else f"={_WORDS.get(value, repr(value))}")
 
-    return _WRITTEN.sub(argument, text)
+    return _WRITTEN.sub(argument, _ELSEWHERE.sub("", text))
+
+
+@contextmanager
+def python_names() -> Iterator[None]:
+    """Errors come out of it under the names of arguments."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(in_python(str(error))) from error.__cause__
 
 
 def as_argument(problem: Problem) -> Problem:
