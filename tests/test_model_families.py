@@ -11,6 +11,7 @@ import torch
 from kernels.cpu.panels import pack, unpack
 from kernels.reference.linear import linear
 from runner.engine.architecture import read_architecture
+from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.experts import Experts
@@ -904,6 +905,30 @@ def test_numbers_that_cannot_be_are_refused(family: str, options: dict[str, Any]
     config.architectures = ["SomeForCausalLM"]
     with pytest.raises(UserError, match=rule):
         read_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("exaone4", {**SLIDING_LAYER, "head_dim": 16}),
+        ("gemma4_text", GEMMA4),
+        (
+            "lfm3",
+            {**SLIDING_LAYER, "layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3}
+            | {"head_dim": 16, "pad_token_id": 0},
+        ),
+    ],
+)
+@pytest.mark.parametrize("lacking", [{}, {"sliding_attention": None}])
+def test_rotations_that_a_kind_of_layers_lacks_are_named(
+    family: str, options: dict[str, Any], lacking: dict[str, None]
+) -> None:
+    """The engine started, and its first step was a KeyError."""
+    ropes = {"rope_parameters": {"full_attention": DEFAULT_ROPE, **lacking}}
+    config = {**SHAPE, "model_type": family, **options, **ropes}
+    rule = f"^model.model=m: rope_parameters of a {family} .* each of its layer_types, got none of sliding_attention; m"
+    with pytest.raises(UserError, match=rule):
+        load(ModelSource(model="m", load_format="dummy", hf_config=config))
 
 
 def test_column_shards_concatenate_to_the_whole_product() -> None:

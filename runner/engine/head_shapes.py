@@ -9,7 +9,7 @@ from typing import Any
 from runner.engine.errors import UserError
 from runner.engine.family import Family, is_told, named, stated
 from runner.engine.layer_kinds import FULL
-from runner.engine.rope import HeadLayout
+from runner.engine.rope import HeadLayout, rope_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,9 @@ def _of_layer(config: Any, family: Family, layer: int) -> Any:
     counts = stated(config, family, "num_attention_heads_per_layer")
     if counts is None:
         return config
-    own, kind = copy(config), config.layer_types[layer]
-    own.num_attention_heads, own.rope_parameters = counts[layer], config.rope_parameters.get(kind)
-    if not isinstance(own.rope_parameters, dict):
-        raise UserError(
-            f"rope_parameters of a {config.model_type} checkpoint must have those of each of its layer_types, got none "
-            f"of {kind}; mend its config"
-        )
+    own = copy(config)
+    own.num_attention_heads = counts[layer]
+    own.rope_parameters = rope_parameters(config, config.layer_types[layer])
     return own
 
 

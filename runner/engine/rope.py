@@ -90,6 +90,8 @@ class Rope:
         num_kv_heads: int,
         max_model_len: int,
     ) -> None:
+        if isinstance(key, str):
+            rope_parameters(hf_config, key)  # there are some, or nothing is loaded
         self._source = (hf_config, key, layout, max_model_len)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._table: RopeTable | None = None
@@ -105,6 +107,21 @@ class Rope:
             # Last: engines of other threads may have the same rotations.
             self._table = RopeTable(cos, signed_sin, self._num_heads + self._num_kv_heads, values)
         return RopeRows(table=self._table, positions=positions, query_factors=self._query_factors)
+
+
+def rope_parameters(config: Any, key: str) -> dict[str, Any]:
+    """Of a kind of layers.
+
+    Raises:
+        UserError: the config has none.
+    """
+    parameters = config.rope_parameters if key == ONE_ROPE else config.rope_parameters.get(key)
+    if not isinstance(parameters, dict):
+        raise UserError(
+            f"rope_parameters of a {config.model_type} checkpoint must have those of each of its layer_types, got none "
+            f"of {key}; mend its config"
+        )
+    return parameters
 
 
 def rope_types(config: Any) -> list[str]:
@@ -179,7 +196,7 @@ def rope_tables(
         if isinstance(key, float):
             own_base, config, key = {**config.rope_parameters, "rope_theta": key}, copy(config), ONE_ROPE
             config.rope_parameters = own_base
-        parameters = config.rope_parameters[key] if key else config.rope_parameters
+        parameters = rope_parameters(config, key)
         kind = parameters.get("rope_type", "default")
         stretched = _stretched_theta(config, parameters, layout.num_rotated)
         if kind == "default" or stretched is not None:
