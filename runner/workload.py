@@ -22,6 +22,10 @@ from runner.tiny import DEMO_PATH
 DEFAULT_FIELD = JsonlWorkload.model_fields["prompt_field"].default
 CHAT_FIELD = "messages"  # what a line of chat messages calls them, read unasked beside the default
 GZIP_MAGIC = b"\x1f\x8b"
+BYTE_ORDER_MARKS = {  # UTF-32's begin with UTF-16's
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 LINE_PARAMS = ("max_tokens", "temperature")  # sampling parameters that a line may have for itself
 
 
@@ -104,12 +108,13 @@ def _read_jsonl(path: Path, prompt_field: str, limit: int | None) -> list[Worklo
                 if line.strip():
                     items.append(_read_line(line, prompt_field, f"{path}:{number}"))
     except UnicodeDecodeError as error:
+        encoding = next((name for name, marks in BYTE_ORDER_MARKS.items() if error.object.startswith(marks)), None)
         held = f"byte 0x{error.object[error.start]:02x} ({error.reason})"
         remedy = "convert it, as with: iconv -f latin1 -t utf-8"
         if error.object.startswith(GZIP_MAGIC):
             held, remedy = "gzip's compressed data", "decompress it, as with: gzip -dk"
-        elif error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            held, remedy = "UTF-16", "convert it, as with: iconv -f utf-16 -t utf-8"
+        elif encoding is not None:
+            held, remedy = encoding, f"convert it, as with: iconv -f {encoding.lower()} -t utf-8"
         raise UserError(
             f"workload.path must be a file in UTF-8, got {str(path)!r}, which holds {held}; {remedy}"
         ) from error

@@ -364,6 +364,17 @@ def test_a_malformed_workload_is_named_by_its_line(tmp_path: Path, line: str, co
         execute(config(workload={"name": "jsonl", "path": str(path)}), tmp_path)
 
 
+@pytest.mark.parametrize("order", ["le", "be"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_file_of_wider_characters_is_told_what_it_is(encoding: str, order: str, tmp_path: Path) -> None:
+    """UTF-32's mark begins with UTF-16's, and was taken for that."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "x"}', encoding=f"{encoding}-{order}")
+    rule = f"which holds {encoding.upper()}; convert it, as with: iconv -f {encoding} -t utf-8"
+    with pytest.raises(UserError, match=rule):
+        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
+
+
 def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,9 +388,6 @@ def test_a_file_that_is_no_text_in_utf_8_is_named_and_not_a_traceback(
         read_workload(JsonlWorkload(name="jsonl", path="x" * 300))
     with pytest.raises(UserError, match=r"got '/dev/null'; it is not a regular file: write what comes from it to one"):
         read_workload(JsonlWorkload(name="jsonl", path="/dev/null"))
-    path.write_text('{"prompt": "x"}', encoding="utf-16")
-    with pytest.raises(UserError, match=r"which holds UTF-16; convert it, as with: iconv -f utf-16 -t utf-8"):
-        read_workload(JsonlWorkload(name="jsonl", path=str(path)))
     path.write_bytes(gzip.compress(b'{"prompt": "x"}\n'))
     with pytest.raises(UserError, match=r"which holds gzip's compressed data; decompress it, as with: gzip -dk"):
         read_workload(JsonlWorkload(name="jsonl", path=str(path)))
