@@ -125,7 +125,8 @@ def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
     monkeypatch.setattr(launch_shapes, "_rows_agree", note)
     monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
     shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
-    assert launch_shapes._kernels_keep_bits(shape, model.sample_layers, [model.lm_head], None)
+    shapes = {"decode": shape, "prefill": shape}
+    assert launch_shapes._kernels_keep_bits(shapes, model.sample_layers, [model.lm_head], None)
     dense, mixed = model.layers
     assert isinstance(dense.mlp, MLP) and isinstance(mixed.mlp, Experts) and mixed.mlp.shared is not None
     weights = [model.lm_head, mixed.mlp.router, *dense.product_weights, *mixed.product_weights]

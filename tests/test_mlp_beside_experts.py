@@ -220,7 +220,8 @@ def test_the_start_asks_a_gpu_for_every_product(source: ModelSource, monkeypatch
     monkeypatch.setattr(launch_shapes, "_rows_agree", note)
     monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
     shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
-    assert launch_shapes._kernels_keep_bits(shape, decoder.sample_layers, decoder.beside_layers, None)
+    shapes = {"decode": shape, "prefill": shape}
+    assert launch_shapes._kernels_keep_bits(shapes, decoder.sample_layers, decoder.beside_layers, None)
     (layer,) = decoder.layers
     assert layer.experts is not None and len(layer.product_weights) == 2 + 4
     assert sorted(asked) == sorted(map(id, [decoder.lm_head, layer.experts.router, *layer.product_weights]))

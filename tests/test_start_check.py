@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.panels import multiplies_and_adds
+from kernels.cpu.panels import Weight, multiplies_and_adds
 from kernels.linear_plan import plan_linear, rows_of_each_kind
 from kernels.reference.partial_sums import PartialSums
 from runner.engine import attention as own_attention
@@ -18,6 +18,7 @@ from runner.engine import launch_shapes
 from runner.engine.asked_products import asked_products
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedAttention, PagedShape
+from runner.engine.shard import Shard
 from tests.conftest import Engines
 from tests.emulated_device import EmulatedDevice
 from tests.test_emulated_gpu import GPU
@@ -79,6 +80,18 @@ def test_a_bit_that_depends_on_company_is_found(
     change: Change, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not agrees(engines, monkeypatch, change)
+
+
+def test_a_product_is_asked_once_whatever_families_launch_it(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and generated tokens have one way to multiply by panels, and the start asked for it twice."""
+    target: ModelRunner = engines().engine.target
+    model, asked = target.model, list[Weight]()
+    if not launch_shapes.can_pack(model.product_weights):
+        pytest.skip("this CPU's products are torch's, in tiles of one shape")
+    monkeypatch.setattr(launch_shapes, "_panels_keep_bits", lambda weight: asked.append(weight) or True)
+    layers, beside = model.sample_layers, model.beside_layers
+    assert launch_shapes.row_invariant_shapes(target.shapes, layers, beside, max_model_len=256, shard=Shard())
+    assert sorted(map(id, asked)) == sorted(map(id, model.product_weights))
 
 
 @given(

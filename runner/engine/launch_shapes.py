@@ -155,10 +155,7 @@ def row_invariant_shapes(
     if runs_kernels(beside[0].device):
         from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
 
-        def ask() -> bool:
-            keep = [_kernels_keep_bits(shape, layers, beside, softcap) for shape in shapes.values()]
-            return all(keep)
-
+        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap)
         compile_ahead(ask)
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
@@ -166,11 +163,7 @@ def row_invariant_shapes(
     weight = _attentions(layers)[0].o_proj.weight
     candidates = (_decoder_shapes_on_cpu(weight, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
     return next(
-        (
-            tried
-            for tried in candidates
-            if shard.all(all(_keeps_bits_on_cpu(shape, layers, beside) for shape in tried.values()))
-        ),
+        (tried for tried in candidates if shard.all(_keeps_bits_on_cpu(tried, layers, beside))),
         None,
     )
 
@@ -179,20 +172,30 @@ def _attentions(layers: Sequence[DecoderLayer]) -> list[Attention]:
     return one_of_each_shape(layer.mixer for layer in layers if isinstance(layer.mixer, Attention))
 
 
-def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], beside: Sequence[Weight]) -> bool:
-    tile = shape.linear
+def _tiles(shapes: Shapes) -> list[int | None]:
+    """Of products. Where families have the same, so are their products, and asked once."""
+    return list(dict.fromkeys(shape.linear for shape in shapes.values()))
+
+
+def _keeps_bits_on_cpu(shapes: Shapes, layers: Sequence[DecoderLayer], beside: Sequence[Weight]) -> bool:
+    return all(tile is None or _products_keep_bits(tile, layers, beside) for tile in _tiles(shapes)) and all(
+        _attention_keeps_bits(shape, layers, beside[0].dtype) for shape in shapes.values()
+    )
+
+
+def _products_keep_bits(tile: int, layers: Sequence[DecoderLayer], beside: Sequence[Weight]) -> bool:
     mixtures = [layer.experts for layer in layers if layer.experts is not None]
     weights = [*beside, *(weight for layer in layers for weight in layer.product_weights)]
     routers = [mixture.router for mixture in mixtures]
     weights += [router if isinstance(router, Panels) else unpack(router).float() for router in routers]
     weights += [mixture.shared_gate for mixture in mixtures if mixture.shared_gate is not None]
-    if tile is not None and not all(
+    return all(
         _panels_keep_bits(weight) if isinstance(weight, Panels) else rows_keep_their_bits(unpack(weight), tile)
         for weight in weights
-    ):
-        return False
-    if tile is not None and not all(_experts_keep_bits(mixture, tile) for mixture in mixtures):
-        return False
+    ) and all(_experts_keep_bits(mixture, tile) for mixture in mixtures)
+
+
+def _attention_keeps_bits(shape: LaunchShape, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> bool:
     if isinstance(shape, PagedShape):
         return all(_attentions_agree(shape, attention) for attention in _attentions(layers))
     assert isinstance(shape, TileShape)
@@ -207,7 +210,7 @@ def _keeps_bits_on_cpu(shape: LaunchShape, layers: Sequence[DecoderLayer], besid
             value_dim=attention.value_dim,
             tile_rows=shape.attention,
             context=context,
-            dtype=beside[0].dtype,
+            dtype=dtype,
             softcap=attention.softcap,
             sinks=attention.sinks,
         )
@@ -232,22 +235,28 @@ def _experts_keep_bits(experts: Experts, tile: int) -> bool:
 
 
 def _kernels_keep_bits(
-    shape: LaunchShape, layers: Sequence[DecoderLayer], beside: Sequence[Weight], softcap: torch.Tensor | None
+    shapes: Shapes, layers: Sequence[DecoderLayer], beside: Sequence[Weight], softcap: torch.Tensor | None
 ) -> bool:
     """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
 
     What is asked first does not decide what is asked next, so that all may be compiled ahead.
     """
-    assert isinstance(shape, PagedShape)
-    attentions = _attentions(layers)
-    tile, dtype = shape.linear, attentions[0].o_proj.weight.dtype
+    attentions, paged = _attentions(layers), [shape for shape in shapes.values() if isinstance(shape, PagedShape)]
+    assert len(paged) == len(shapes), "kernels attend to pages"
+    asked = [own for tile in _tiles(shapes) for own in _asked_products(layers, beside, tile, softcap)]
+    agree = _products_agree(asked, attentions[0].o_proj.weight.dtype)
+    return all([*agree, *(_attentions_agree(shape, own) for shape in paged for own in attentions)])
+
+
+def _asked_products(
+    layers: Sequence[DecoderLayer], beside: Sequence[Weight], tile: int | None, softcap: torch.Tensor | None
+) -> list[AskedProduct]:
     lm_head, *others = beside
-    asked = [
+    return [
         *asked_products(layers, tile),
         *(AskedProduct(multiply=partial(linear, weight=own, bias=None, tile=tile), weights=[own]) for own in others),
         AskedProduct(multiply=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]
-    return all([*_products_agree(asked, dtype), *(_attentions_agree(shape, own) for own in attentions)])
 
 
 def compile_products(layers: Sequence[DecoderLayer], dtype: torch.dtype, tile: int | None) -> None:
