@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.engine import prefix_cache
+from runner.engine.prefix_cache import prefix_keys
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
+from runner.prompts import Tokenizer, make_requests
 from tests.test_scheduler import EOS, Traffic, make_scheduler, shapes
 
 
@@ -232,6 +235,22 @@ def test_without_chunks_the_budget_is_asked_for_what_is_left_to_compute() -> Non
     traffic.add(request_of([1] * 17, "third", max_tokens=1))
     assert started(traffic.step()[0]) == [("first", 0, 17)]
     assert started(traffic.step()[0]) == [("second", 16, 1), ("third", 16, 1)]
+
+
+def test_siblings_have_the_keys_of_their_prompt_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+
+    def noting(prompt: list[int], block_size: int) -> list[bytes]:
+        made.append(prompt)
+        return prefix_keys(prompt, block_size)
+
+    monkeypatch.setattr(prefix_cache, "prefix_keys", noting)
+    prompts, scheduler = [[1] * 9, [2] * 9], make_scheduler(fills_blocks=always)
+    requests = make_requests(prompts, [SamplingParams(n=3)] * 2, Tokenizer(None), 0)
+    for request in requests:
+        scheduler.add(request)
+        assert request.prefix_keys == prefix_keys(request.prompt_token_ids, scheduler.blocks.block_size)
+    assert len(requests) == 6 and made == prompts
 
 
 def test_without_prefix_caching_nobody_waits_and_nothing_is_kept() -> None:

@@ -26,11 +26,16 @@ class PrefixCache:
         # Announced by requests that ended before their drafter had followed, as with a first token that is eos. Where
         # one does, the next may too: if all the others waited for it, and then for the next, none would share a step.
         self._in_vain = set[bytes]()
+        self._last_prompt, self._last_keys = list[int](), list[bytes]()  # of the request that was opened last
 
     def open(self, request: Request) -> None:
         """Comes before everything else."""
-        if self._fills_blocks is not None:
-            request.prefix_keys = prefix_keys(request.prompt_token_ids, self.blocks.block_size)
+        if self._fills_blocks is None:
+            return
+        if request.prompt_token_ids is not self._last_prompt:  # siblings come one behind another, with one list
+            self._last_prompt = request.prompt_token_ids
+            self._last_keys = prefix_keys(request.prompt_token_ids, self.blocks.block_size)
+        request.prefix_keys = self._last_keys
 
     def find(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of its prompt already."""
