@@ -16,6 +16,14 @@ FEW = (2, 5, 17, 33, 130)
 OF_AN_8B_MODEL = (2, 8, 17, 33, 64, 65, 130, 520, 1088)
 
 
+def multiply_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16, as CPUs without an instruction for them."""
+    from kernels.cpu import linear, number_kinds
+
+    for module in (linear, number_kinds, panels):
+        monkeypatch.setattr(module, "multiplies_pairs", lambda: False)
+
+
 def assert_a_row_keeps_its_bits(
     product: Callable[[Tensor, Any], Tensor], weight: Any, rows: Tensor, counts: Iterable[int]
 ) -> None:

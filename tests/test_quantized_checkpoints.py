@@ -645,7 +645,11 @@ def broken(checkpoint: Path, layout: str, change: Callable[[dict[str, torch.Tens
         ),
         ("nvfp4-pack-quantized", {"weight_scale": torch.ones(64, 2).to(FLOAT8)}, r"must have shape \[64, 4\], .* got"),
         ("nvfp4-pack-quantized", {"weight_global_scale": torch.zeros(1)}, "must have finite scales below 128"),
-        ("ModelOpt's NVFP4", {"weight_scale": torch.full((64, 4), -1.0).to(FLOAT8)}, "of groups of at least 0, got -1;"),
+        (
+            "ModelOpt's NVFP4",
+            {"weight_scale": torch.full((64, 4), -1.0).to(FLOAT8)},
+            "of groups of at least 0, got -1;",
+        ),
     ],
 )
 def test_what_is_no_nvfp4_is_told(

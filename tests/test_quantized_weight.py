@@ -24,7 +24,13 @@ from kernels.quantized_weight import (
 )
 from kernels.reference.act_and_mul import act_and_mul
 from runner.engine.launch_shapes import _rows_agree
-from tests.product_bits import FEW, OF_AN_8B_MODEL, assert_a_row_keeps_its_bits, assert_panels_of_every_width_agree
+from tests.product_bits import (
+    FEW,
+    OF_AN_8B_MODEL,
+    assert_a_row_keeps_its_bits,
+    assert_panels_of_every_width_agree,
+    multiply_no_pairs,
+)
 from tests.product_errors import assert_error_is_torchs
 
 KINDS = [FLOAT8, torch.int8]
@@ -103,10 +109,14 @@ def test_an_output_without_weights_has_a_scale_all_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_cpu_multiplies_by_what_the_numbers_stand_for(kind: torch.dtype, dtype: torch.dtype) -> None:
-    """In every bit the products of float32 rows with the expanded weight, in launches of any number of rows."""
+def test_a_cpu_multiplies_by_what_the_numbers_stand_for(
+    kind: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every bit the products of float32 rows with the expanded weight, in launches of any number of rows; where it
+    multiplies no pairs of bfloat16."""
     from kernels.cpu.linear import linear
 
+    multiply_no_pairs(monkeypatch)
     for out_features, in_features, group_size in ((130, 96, None), (64, 200, 64), (33, 1030, None), (48, 300, 128)):
         weight = random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype)
         if not can_pack(weight):

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import linear as linear_on_cpu
-from kernels.cpu import linear_amx, number_kinds
+from kernels.cpu import linear_amx
 from kernels.cpu.linear import linear as linear_from_panels
 from kernels.cpu.panels import can_pack, pack
 from kernels.reference.act_and_mul import act_and_mul
@@ -43,7 +42,7 @@ from runner.step_loop import StepLoop
 from runner.trace import RequestTraces
 from tests.conftest import Engines
 from tests.other_families import GEMMA
-from tests.product_bits import assert_panels_of_every_width_agree
+from tests.product_bits import assert_panels_of_every_width_agree, multiply_no_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 THREADS = [1, 2, 3]
@@ -134,8 +133,7 @@ def test_bfloat16_without_a_matrix_unit_is_the_product_too(monkeypatch: pytest.M
 
 def test_bfloat16_without_an_instruction_for_pairs_is_the_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_amx, "has_amx", lambda: False)
-    monkeypatch.setattr(number_kinds, "multiplies_pairs", lambda: False)
-    monkeypatch.setattr(linear_on_cpu, "multiplies_pairs", lambda: False)
+    multiply_no_pairs(monkeypatch)
     test_linear_from_panels(2, torch.bfloat16)
 
 

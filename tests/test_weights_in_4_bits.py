@@ -26,7 +26,13 @@ from kernels.quantized_weight import (
     unpack_codes,
 )
 from kernels.reference.act_and_mul import act_and_mul
-from tests.product_bits import FEW, OF_AN_8B_MODEL, assert_a_row_keeps_its_bits, assert_panels_of_every_width_agree
+from tests.product_bits import (
+    FEW,
+    OF_AN_8B_MODEL,
+    assert_a_row_keeps_its_bits,
+    assert_panels_of_every_width_agree,
+    multiply_no_pairs,
+)
 from tests.product_errors import assert_error_is_torchs
 from tests.test_quantized_weight import on, randn
 
@@ -107,12 +113,19 @@ def test_a_block_scale_is_a_float_of_8_bits() -> None:
 # --- CPU ------------------------------------------------------------------------------------------------------------
 
 
+SHAPES = [(130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128), (40, 352, 32)]
+
+
 @of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_cpu_gives_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
+def test_a_cpu_gives_the_bits_of_the_numbers_in_8(
+    dtype: torch.dtype, code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it multiplies no pairs of bfloat16."""
     from kernels.cpu.linear import linear
 
-    for out_features, in_features, group_size in ((130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128)):
+    multiply_no_pairs(monkeypatch)
+    for out_features, in_features, group_size in SHAPES:
         weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
@@ -145,21 +158,21 @@ def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool) -
 
 @of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_on_a_cpu_give_the_bits_of_the_numbers_in_8(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
+def test_experts_on_a_cpu_give_the_bits_of_each_ones_product(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
     from kernels.cpu.experts_linear import PanelsOfExperts, linear_of_experts
+    from kernels.cpu.linear import linear
     from tests.test_experts_on_cpu import routing_of
 
     whole = random_codes(3 * 40, 96, code, has_zeros=has_zeros, group_size=32, dtype=dtype)
     weights = [whole.rows(slice(40 * expert, 40 * (expert + 1))) for expert in range(3)]
     if not can_pack(weights[0]):
         pytest.skip("this machine has no panels")
-    routing = routing_of(19, 3, 2)
-    x = randn(19, 96, dtype=dtype).index_select(0, routing.rows)
-    found, wide = (
-        linear_of_experts(x, PanelsOfExperts(pack(of(weight)) for weight in weights), routing)
-        for of in (lambda weight: weight, QuantizedWeight.in_8_bits)
-    )
-    assert torch.equal(found, wide)
+    routing = routing_of(45, 3, 2)
+    x = randn(45, 96, dtype=dtype).index_select(0, routing.rows)
+    packed = PanelsOfExperts(pack(weight) for weight in weights)
+    starts = routing.starts.tolist()
+    own = [linear(x[start:end], weight) for weight, start, end in zip(packed, starts, starts[1:], strict=False)]
+    assert torch.equal(linear_of_experts(x, packed, routing), torch.cat(own))
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------

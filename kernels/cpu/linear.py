@@ -20,14 +20,15 @@ from kernels.cpu.elements import ELEMENTS, rows_writing
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import add_products, widen
 from kernels.cpu.native import call
-from kernels.cpu.number_kinds import KINDS, TURN_ROWS, kind_of, kind_of_codes
+from kernels.cpu.number_kinds import KINDS, TURN_ROWS, BFloat16Pairs, kind_of, kind_of_codes, wide_kind
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
 
 PART_BYTES = 1 << 16  # of a panel, for rows that take turns: it and the next one fit in any second cache
-AHEAD = 512  # bytes of a panel that are asked for before they are read
+SCALED_INPUTS = 128  # whose sums are scaled at once, at most, of kinds that scale sums
+AHEAD = 4096  # bytes of a panel that are asked for before they are read
 PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight takes as long as TURN_ROWS of them
 
 Arguments = arguments_of(
@@ -42,62 +43,76 @@ Arguments = arguments_of(
 def products(kind: int, vectors: int, widens: bool) -> Kernel:
     """Of a kind of number_kinds with panels of so many vectors.
 
-    widens: a part's factors are made once, in float32; of kinds that may.
+    widens: a part's factors are made once; of kinds that may.
     """
-    width, inputs = LANES * vectors, KINDS[kind].step_inputs
-    has_blocks = KINDS[kind].has_blocks
-    scale_bytes = 0 if has_blocks else 4 * width * (1 + KINDS[kind].has_zeros)  # from group to group
-    block_bytes = width * has_blocks
+    width, own = LANES * vectors, KINDS[kind]
+    used, scales_sums, has_blocks = wide_kind(kind) if widens else kind, own.scales_sums, own.has_blocks
+    scale_bytes, block_bytes = 4 * width * (1 + own.has_zeros), width * has_blocks  # of a group
+    crosses_groups = widens and not scales_sums  # factors that scales are in
+    turn_rows = KINDS[used].turn_rows
+    times, scaled_steps = own.step_inputs // KINDS[used].step_inputs, SCALED_INPUTS // own.step_inputs
 
     def multiply(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
-        num_turns = (a.num_rows + TURN_ROWS - 1) // TURN_ROWS
+        num_turns = (a.num_rows + turn_rows - 1) // turn_rows
         num_groups = (a.steps + a.group_steps - 1) // a.group_steps
         row_bytes, step_bytes = a.row_bytes, a.panel_bytes // a.steps
-        factors, part_steps = a.room + a.room_bytes * thread, a.group_steps
+        factors, part_steps = a.room + a.room_bytes * thread, a.steps
         room = factors + (PART_BYTES if widens else 0)
-        if widens:
-            part_steps = PART_BYTES // (4 * width * inputs)
-        elif num_turns > 1:
-            part_steps = min(max(PART_BYTES // step_bytes, 1), a.group_steps)
+        used_bytes = 4 * width * times if widens else step_bytes
+        # Where sums are scaled, how many at once decides their bits: not the number of rows, which decides the parts.
+        span = a.steps if crosses_groups else min(a.group_steps, scaled_steps) if scales_sums else a.group_steps
+        if widens or num_turns > 1:
+            part_steps = max(PART_BYTES // used_bytes, 1)
+            part_steps -= part_steps % span if scales_sums else 0
         is_cut = part_steps < a.steps
         for panel in range(a.num_panels * part // num_parts, a.num_panels * (part + 1) // num_parts):
             # The last panel may have more outputs than a row of `out` has room for.
             column, columns = panel * width, min(width, a.out_features - panel * width)
             is_result = a.are_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
-            scales = a.scales + (4 * width * panel if has_blocks else scale_bytes * panel * num_groups)
+            scales = a.scales + scale_bytes * panel * (1 if has_blocks else num_groups)
             blocks, begin = a.block_scales + block_bytes * panel * num_groups, 0
             while begin < a.steps:
-                group = begin // a.group_steps
                 steps = min(part_steps, a.steps - begin)
                 w = a.panels + panel * a.panel_bytes + begin * step_bytes
-                s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
                 if widens:
                     for step in range(steps):
                         group = (begin + step) // a.group_steps
-                        s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
-                        widen(kind, vectors, factors + 4 * width * inputs * step, w + step * step_bytes, s32, s8)
-                else:
-                    steps = min(steps, (group + 1) * a.group_steps - begin)
+                        s32, s8 = scales + (0 if has_blocks else scale_bytes * group), blocks + block_bytes * group
+                        widen(kind, vectors, factors + used_bytes * step, w + step * step_bytes, s32, s8)
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
                     rows = a.num_rows * (turn + 1) // num_turns - first
-                    x = a.x + first * row_bytes + begin * a.row_step_bytes
                     out = place + (line * first if is_result or is_cut else 0)
-                    start, shift = (out, line) if begin else (a.nothing, 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
-                    if widens:
-                        n, share = steps * inputs, step_bytes // (inputs * num_turns) + 1
+                    share, done = (step_bytes + times * num_turns - 1) // (times * num_turns), 0
+                    while done < steps:
+                        at, group = begin + done, (begin + done) // a.group_steps
+                        n = min(span - at % span, steps - done)
+                        start, shift = (out, line) if at else (a.nothing, 0)
+                        x, p = a.x + first * row_bytes + at * a.row_step_bytes, (factors if widens else w)
+                        p, asked = p + done * used_bytes, ahead + done * times * share
+                        s32, s8 = scales + (0 if has_blocks else scale_bytes * group), blocks + block_bytes * group
                         add_products(
-                            WIDE, vectors, rows, n, out, line, start, shift, x, row_bytes, factors, 0, 0, ahead, share
+                            used,
+                            vectors,
+                            rows,
+                            n * times,
+                            out,
+                            line,
+                            start,
+                            shift,
+                            x,
+                            row_bytes,
+                            p,
+                            s32,
+                            s8,
+                            asked,
+                            share,
                         )
-                    else:
-                        share = (step_bytes + num_turns - 1) // num_turns
-                        add_products(
-                            kind, vectors, rows, steps, out, line, start, shift, x, row_bytes, w, s32, s8, ahead, share
-                        )
+                        done += n
                     if begin + steps == a.steps and not is_result:
                         call(a.write, a.out, (first, column, a.out_features, a.bias, out, rows, width, columns))
                 begin += steps
@@ -105,7 +120,6 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
     return Kernel(multiply, Arguments)
 
 
-WIDE = kind_of(torch.float32)
 NOTHING = torch.zeros(4 * LANES, device="cpu")  # what sums begin with
 
 
@@ -130,7 +144,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, *, out_dtype: 
 def readable(x: Tensor, weight: Panels) -> Tensor:
     """Rows [num_rows, in_features] as the kernel for a weight reads them."""
     rows = x if x.stride(1) == 1 else x.contiguous()
-    takes_pairs = weight.numbers.dtype == torch.bfloat16 and multiplies_pairs()
+    takes_pairs = isinstance(KINDS[kind_of_panels(weight)], BFloat16Pairs)
     return rows if x.dtype == torch.float32 or takes_pairs else widened(rows.contiguous())
 
 
@@ -142,7 +156,10 @@ def addresses_of_scales(weight: Panels) -> list[int]:
 def kind_of_panels(weight: Panels) -> int:
     """An index of KINDS."""
     code = weight.code
-    return kind_of(weight.numbers.dtype) if code is None else kind_of_codes(code, has_zeros=weight.has_zeros)
+    if code is None:
+        in_pairs = weight.scales is not None and weight.dtype == torch.bfloat16 and multiplies_pairs()
+        return kind_of(weight.numbers.dtype, in_pairs=in_pairs and weight.shape[1] % 2 == 0)
+    return kind_of_codes(code, has_zeros=weight.has_zeros, in_pairs=weight.has_words)
 
 
 def room_of(weight: Panels, num_rows: int, *, widens: bool) -> Tensor:
@@ -159,8 +176,8 @@ def kernel_of(weight: Panels, kind: int, *, widens: bool) -> Kernel:
 def arguments_for(rows: Tensor, weight: Panels, bias: Tensor | None, out: Tensor, room: Tensor) -> tuple[int, ...]:
     """What the kernel takes that computes `out` of `readable` rows."""
     numbers = weight.numbers
-    num_panels, steps, _, inputs = numbers.shape
-    panel_bytes, step_inputs = numbers.stride(0) * numbers.element_size(), inputs if weight.code is None else 2
+    panel_bytes, step_inputs = numbers.stride(0) * numbers.element_size(), KINDS[kind_of_panels(weight)].step_inputs
+    num_panels, steps = len(numbers), weight.shape[1] // step_inputs
     row_bytes = rows.stride(0) * rows.element_size()
     group_steps = steps if weight.scales is None else min(weight.group_size // step_inputs, steps)
     return (

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, prefetch
-from kernels.cpu.number_kinds import FLOATS, INT, KINDS, TURN_ROWS, Float32, load, number
+from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, call_llvm, prefetch
+from kernels.cpu.number_kinds import FLOATS, FUSED, INT, KINDS, TURN_ROWS, Float32, load, number
 from kernels.cpu.panels import LANES
-
-UNROLLED = 4  # steps
-ASKED_LINES = 2  # that a step asks for, of four at most: two turns ask for all
 
 Ahead = tuple[Any, Any]  # what is asked for at the first step, and bytes from step to step
 
@@ -44,7 +42,18 @@ class Sums:
         return [add(line, number(4 * LANES * vector)) for line in lines for vector in self.vectors]
 
     def start(self, address: Any, stride: Any) -> None:
-        self.totals = [load(self.builder, place, FLOATS, 4) for place in self.places(address, stride)]
+        if self.kind.scales_sums:
+            self.totals = [ir.Constant(FLOATS, [0.0] * LANES)] * len(self.places(address, stride))
+        else:
+            self.totals = [load(self.builder, place, FLOATS, 4) for place in self.places(address, stride)]
+
+    def end(self, address: Any, stride: Any) -> None:
+        """Where it is they that are scaled: they are added to what others start with."""
+        if self.kind.scales_sums:
+            for index, place in enumerate(self.places(address, stride)):
+                scales, *_ = self.of_groups[index % len(self.vectors)]
+                before = load(self.builder, place, FLOATS, 4)
+                self.totals[index] = call_llvm(self.builder, FUSED, FLOATS, [self.totals[index], scales, before])
 
     def store(self, address: Any, stride: Any) -> None:
         for place, total in zip(self.places(address, stride), self.totals, strict=True):
@@ -58,7 +67,7 @@ class Sums:
         builder.position_at_end(body)
         step, *sums = places = [builder.phi(INT), *(builder.phi(FLOATS) for _ in self.totals)]
         current = list(sums)
-        step_bytes = self.kind.vector_bytes * len(self.vectors)
+        step_bytes = self.kind.lines * self.kind.vector_bytes * len(self.vectors)
         for index in range(length):
             begins_line = index * step_bytes % CACHE_LINE < step_bytes  # what others ask for was asked for
             self._step(builder.add(step, number(index)), bases, panel, ahead if begins_line else None, current)
@@ -74,19 +83,24 @@ class Sums:
 
     def _step(self, step: Any, bases: list[Any], panel: Any, ahead: Ahead | None, current: list[Any]) -> None:
         builder, kind, count = self.builder, self.kind, len(self.vectors)
-        line = builder.add(panel, builder.mul(step, number(kind.vector_bytes * count)))
-        places = [builder.add(line, number(kind.vector_bytes * at)) for at in self.vectors]
-        factors = [kind.weights(builder, *place) for place in zip(places, self.of_groups, strict=True)]
+        line_bytes = kind.vector_bytes * count
+        line = builder.add(panel, builder.mul(step, number(kind.lines * line_bytes)))
+        factors = [
+            kind.weights(builder, builder.add(line, number(kind.vector_bytes * vector)), line_bytes, of_group)
+            for vector, of_group in enumerate(self.of_groups)
+        ]
         if ahead:
             wanted = builder.add(ahead[0], builder.mul(step, ahead[1]))
             # Not the first cache: it has so few misses under way that those who ask would wait for them.
-            for distance in range(0, min(ASKED_LINES * CACHE_LINE, kind.vector_bytes * count), CACHE_LINE):
+            for distance in range(0, min(kind.asked_lines * CACHE_LINE, kind.lines * line_bytes), CACHE_LINE):
                 prefetch(builder, builder.add(wanted, number(distance)), SECOND_CACHE)
-        for row in self.rows:
-            inputs = builder.add(bases[row], builder.mul(step, number(kind.row_bytes)))
-            for vector in self.vectors:
-                at = row * count + vector
-                current[at] = kind.add(builder, inputs, factors[vector], current[at])
+        inputs = builder.mul(step, number(kind.row_bytes))
+        for part in range(kind.row_bytes // 4):
+            for vector, own in enumerate(factors):
+                vector_factors = next(own)
+                for row in self.rows:
+                    at, place = row * count + vector, builder.add(bases[row], builder.add(inputs, number(4 * part)))
+                    current[at] = kind.add(builder, place, vector_factors, current[at])
 
 
 def _add_products(
@@ -123,8 +137,9 @@ def _add_products(
             bases = [builder.add(rows, builder.mul(row_bytes, number(row))) for row in sums.rows]
             sums.start(start, start_bytes)
             sums.scale(*own)
-            reached = sums.steps(number(0), steps, UNROLLED, bases, panel, ahead)
+            reached = sums.steps(number(0), steps, sums.kind.unrolled, bases, panel, ahead)
             sums.steps(reached, steps, 1, bases, panel, ahead)
+            sums.end(start, start_bytes)
             sums.store(out, out_bytes)
             builder.branch(behind)
         builder.position_at_end(behind)
@@ -142,7 +157,7 @@ def _widen(
     scales: Any,
     block_scales: Any,
 ) -> Any:
-    """The factors of a panel's step, as a panel of float32 has them, input by input."""
+    """The factors of a panel's step, as a panel of wide_kind has them, of float32 input by input."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         own, (out, step, *beside) = KINDS[kind.literal_value], arguments[2:]
@@ -151,9 +166,10 @@ def _widen(
         line = 4 * LANES * num_vectors.literal_value
         for vector, of_group in enumerate(panel.of_groups):
             place = builder.add(step, number(own.vector_bytes * vector))
-            for index, factors in enumerate(own.weights(builder, place, of_group)):
+            line_bytes = own.vector_bytes * num_vectors.literal_value
+            for index, factors in enumerate(own.weights(builder, place, line_bytes, of_group)):
                 to = builder.add(out, number(line * index + 4 * LANES * vector))
-                builder.store(factors, builder.inttoptr(to, FLOATS.as_pointer())).align = 4 * LANES
+                builder.store(factors, builder.inttoptr(to, factors.type.as_pointer())).align = 4 * LANES
         return context.get_dummy_value()
 
     return types.void(kind, num_vectors, *[types.int64] * 4), generate

@@ -33,7 +33,7 @@ LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What scales of such numbers in panels are multiplied by: the bits of a float8 are read as a float32's, whose exponents
 # count from 120 further below.
-WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120, torch.uint8: 1.0}
+WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120, torch.uint8: 1.0, torch.int32: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,8 @@ class Panels:
     shape: torch.Size  # of the weight
     dtype: torch.dtype  # of the rows that it multiplies
     # [panels, in_features / inputs, width, inputs]: inputs that a step takes lie side by side. Of codes [panels,
-    # in_features / 2, width, 1] uint8, the first of two inputs in the lower bits.
+    # in_features / 2, width, 1] uint8, the first of two inputs in the lower bits; where pairs are multiplied [panels,
+    # in_features / 8, width, 1] int32, the first of each two in the lower half.
     numbers: Tensor
     # Of a quantized weight [panels, groups, 1, width] float32; with zero points behind its scales [panels, groups, 2,
     # width]. An fp4 has one of them all, and block scales.
@@ -65,6 +66,11 @@ class Panels:
     def has_zeros(self) -> bool:
         return self.scales is not None and self.scales.shape[2] > 1
 
+    @property
+    def has_words(self) -> bool:
+        """Of eight codes."""
+        return self.numbers.dtype == torch.int32
+
     def dense(self) -> Tensor:
         """The weight again, as a copy."""
         columns = self.numbers.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
@@ -75,7 +81,8 @@ class Panels:
         scales = beside[0] / WORTH[weight.dtype]
         if self.code is not None:
             zeros = beside[1].to(torch.int8) if self.has_zeros else None
-            weight = numbers_of(codes_side_by_side(weight), self.code, zeros, self.group_size)
+            codes = codes_of_words(weight) if self.has_words else codes_side_by_side(weight)
+            weight = numbers_of(codes, self.code, zeros, self.group_size)
         if self.block_scales is not None:
             scales = scales * block_scales_of(self.block_scales.transpose(1, 2).flatten(0, 1)[: self.shape[0]])
         return expand(weight, scales, self.group_size).to(self.dtype)
@@ -100,7 +107,8 @@ def pack(weight: Weight) -> Weight:
     width = panel_width(weight.shape[0])
     if isinstance(weight, Tensor):
         return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
-    if weight.zeros is not None and weight.scales.view(torch.int32).bitwise_and(15).any():
+    in_words = weight.code is not None and weight.dtype == torch.bfloat16 and multiplies_pairs()
+    if weight.zeros is not None and not in_words and weight.scales.view(torch.int32).bitwise_and(15).any():
         weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (number_kinds.Int4)
     beside = [weight.scales * WORTH[weight.numbers.dtype]]
     if weight.zeros is not None:
@@ -110,7 +118,7 @@ def pack(weight: Weight) -> Weight:
         block_scales = _panels(block_scales[:, : weight.shape[1] // FP4_GROUP], width).squeeze(-1)
     if weight.code is not None:
         codes = unpack_codes(numbers)
-        numbers = codes[:, ::2] | codes[:, 1::2] << 4
+        numbers = words_of_codes(codes) if in_words else codes[:, ::2] | codes[:, 1::2] << 4
     return Panels(
         shape=weight.shape,
         dtype=weight.dtype,
@@ -120,6 +128,18 @@ def pack(weight: Weight) -> Weight:
         group_size=weight.group_size,
         code=weight.code,
     )
+
+
+def words_of_codes(codes: Tensor) -> Tensor:
+    """[rows, in_features] uint8 -> [rows, in_features / 8] int32: of each two inputs the first in the lower half."""
+    octets = codes.reshape(len(codes), -1, 2, 2, 2).transpose(3, 4).transpose(2, 3)  # halves, their octets, codes
+    return (octets[..., 0] | octets[..., 1] << 4).flatten(1).view(torch.int32)
+
+
+def codes_of_words(words: Tensor) -> Tensor:
+    """The other way round."""
+    octets = words.view(torch.uint8).reshape(len(words), -1, 2, 2)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).transpose(2, 3).transpose(3, 4).flatten(1)
 
 
 def _panels(rows: Tensor, width: int) -> Tensor:
