@@ -8,11 +8,12 @@ weights and experts were not (kernels/benchmarks.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from kernels.shared_memory import HOPPERS
 
 LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in 8 bits it reads half as many
-CODES = 128  # columns of a step of codes of 4 bits, which are 64 bytes of a weight row
+CODES = 128  # columns of a step of codes of 4 bits, for 16 bits and Hopper's registers: 64 bytes of a weight row
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
@@ -59,18 +60,21 @@ def plan_linear(
     capacity: int = HOPPERS,  # bytes of shared memory that a program may have
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
-    block_k = min(CODES if number_bits == 4 else LINE // element_size, group_size or CODES)
+    has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
+    is_long = number_bits == 4 and has_tensor_cores and capacity >= HOPPERS
+    block_k = CODES if is_long else LINE // element_size
+    block_k = gcd(block_k, group_size or block_k)
     steps, splits = -(-in_features // block_k), 1
     while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
-    has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
-    # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers.
-    is_crowded = gated and group_size is not None
+    # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers; nor do
+    # the factors of two weights in codes, which older GPUs' instructions hold there all at once.
+    is_crowded = gated and (group_size is not None or (number_bits == 4 and not is_long))
     row_bits = 8 * element_size
     grows_late = of_experts or (number_bits or row_bits) < row_bits
     is_wide = has_tensor_cores and not is_crowded and num_rows > (LATE_WIDE_ROWS if grows_late else WIDE_ROWS)
     features = FEATURES * (1 + is_wide)
-    has_room = has_tensor_cores and not is_crowded and (is_wide or number_bits != 4)  # a step of codes is long
+    has_room = has_tensor_cores and not is_crowded and (is_wide or not is_long)
     tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_room else 64)
     is_widest = is_wide and not grows_late and num_rows <= MOST_TOKENS
     if is_widest:

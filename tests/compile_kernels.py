@@ -60,14 +60,15 @@ def linear_kernel(
     activation: str = "silu",
     softcap: float = 0.0,
     leaves: bool = False,  # partial sums to the launch behind it
+    rows: str = "bf16",  # or fp32
 ) -> Kernel:
-    """A bfloat16 product as kernels/linear.py launches it, without a bias."""
+    """A product as kernels/linear.py launches it, without a bias."""
     is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
     plan = plan_linear(
         num_rows,
         out_features,
         in_features,
-        element_size=2,
+        element_size=4 if rows == "fp32" else 2,
         gated=gated,
         number_bits=BITS[held],
         group_size=group_size,
@@ -84,7 +85,7 @@ def linear_kernel(
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*bf16:16 *{element}:16 {scales} *{'fp32' if leaves else out}:16 {workspace} i32"
+        signature=f"*{rows}:16 *{element}:16 {scales} *{'fp32' if leaves else out}:16 {workspace} i32"
         + " i32:16" * 7
         + " i32",
         constants={
@@ -562,7 +563,13 @@ TABLE = [
     *(  # with block scales
         linear_kernel(num_rows, *shape, gated=gated, out="bf16", capability=capability, held="fp4")
         for num_rows, shape, gated in ((1, (4096, 14336), False), (1088, (14336, 4096), True))
-        for capability in (80, 90)
+        for capability in (80, 89, 90)
+    ),
+    *(
+        linear_kernel(
+            1, 4096, 4096, gated=False, out="fp32", capability=90, held=held, group_size=group_size, rows="fp32"
+        )
+        for held, group_size in (("fp4", None), ("int4", 128))
     ),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),

@@ -105,7 +105,8 @@ def test_products_are_computed_while_later_steps_are_on_their_way(compiled: dict
     """Attention used to wait for all that it had asked for in every step: keys behind a block table that was read in
     the same step had half of the pipeline's stages, which is none that overlaps."""
     for kernel in KERNELS:
-        if 90 in kernel.compute_capabilities and kernel.name in {*PRODUCTS, "attend_kernel"}:
+        takes_16_bits = kernel.signature.startswith("*bf16") or kernel.name == "attend_kernel"
+        if 90 in kernel.compute_capabilities and takes_16_bits and kernel.name in {*PRODUCTS, "attend_kernel"}:
             copies_of_a_weight = 1 + (kernel.constants.get("READING") == "fp4")  # with its block scales
             found, gated = compiled[f"{kernel} sm_90"], bool(kernel.constants.get("GATED"))
             num_copies = 1 + copies_of_a_weight * (1 + gated)
@@ -134,7 +135,8 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
     A step of 64 columns is four of them, one of codes eight and one of a group of 32 two; and nothing is copied before
     the launch before has written it.
     """
-    linears = [kernel for kernel in KERNELS if kernel.name == product and kernel.constants["EVEN_K"]]
+    own = [kernel for kernel in KERNELS if kernel.name == product and kernel.signature.startswith("*bf16")]
+    linears = [kernel for kernel in own if kernel.constants["EVEN_K"]]
     on_hopper = [kernel for kernel in linears if kernel.compute_capabilities == (90,)]
     of_one_weight = {256} if product == "linear_kernel" else set()
     assert {kernel.constants["TOKENS"] for kernel in on_hopper} == {16, 32, 64, 128} | of_one_weight

@@ -664,14 +664,26 @@ def test_what_is_no_nvfp4_is_told(
     assert re.search(message, broken(checkpoint, layout, edit))
 
 
-def test_an_fp4_is_exact_but_that_groups_2_to_the_30th_below_1_are_0() -> None:
+def test_an_fp4_is_exact_but_that_groups_of_less_than_2_to_the_minus_24_are_0() -> None:
     codes = torch.arange(80, dtype=torch.uint8).remainder(16).repeat(2, 1)
-    block_scales = torch.tensor([[1.875, 2.0**-9, 0.0, 1.25 * 2.0**-30, 2.0**-31], [0.0, 1.0, 0.0, 0.0, 1.5]])
+    block_scales = torch.tensor([[1.875, 2.0**-9, 0.0, 2.0**-24, 1.875 * 2.0**-25], [0.0, 1.0, 0.0, 0.0, 1.5]])
     scales = torch.tensor([[0.37], [1e-3]])
     found = Numbers.of_fp4(codes, block_scales, scales)
-    kept = torch.where(block_scales < 2.0**-30, 0.0, block_scales * scales)
+    kept = torch.where(block_scales < 2.0**-24, 0.0, block_scales * scales)
     numbers = torch.tensor(FP4_NUMBERS)[codes.int()]
     assert torch.equal(found.expand(FP4), numbers * kept.repeat_interleave(16, dim=1))
+
+
+def test_an_nvfp4_whose_scales_are_all_0_is_0_whatever_they_are_multiplied_by(checkpoint: Path) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS["ModelOpt's NVFP4"])
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}.weight_scale"].view(torch.uint8).zero_()
+        tensors[f"{Q}.weight_scale_2"].fill_(1e37)
+
+    edit_tensors(checkpoint, change)
+    tensors = dict(read_tensors(ModelSource(model=str(checkpoint))))
+    assert not tensors[f"{Q}.weight"][...].any()
 
 
 @holds_8_bits

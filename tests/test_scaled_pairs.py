@@ -29,6 +29,11 @@ MAKE: dict[str, Callable[..., QuantizedWeight]] = {
 of_every_kind = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
 
+def roundings_of(in_features: int) -> float:
+    """As tests/test_row_invariance.py has them."""
+    return 2 * in_features**0.5 * torch.finfo(torch.float32).eps
+
+
 @of_every_kind
 def test_a_row_has_the_bits_of_any_company_and_no_width_of_panels_moves_them(make: Callable[..., Any]) -> None:
     from kernels.cpu.linear import linear
@@ -41,7 +46,7 @@ def test_a_row_has_the_bits_of_any_company_and_no_width_of_panels_moves_them(mak
         x = randn(70, in_features, dtype=torch.bfloat16, seed=2)
         together = linear(x, packed, bias, out_dtype=torch.float32)
         exact = F.linear(x.double(), weight.exact().double(), bias.double())
-        assert (together - exact).abs().max() <= 1e-5 * exact.abs().max()
+        assert (together - exact).abs().max() <= roundings_of(in_features) * exact.abs().max()
         assert torch.equal(linear(x, packed, bias), together.bfloat16())
         for count in (1, 2, 5, 6, 7, 11, 18, 19, 33):
             assert torch.equal(linear(x[-count:], packed, bias, out_dtype=torch.float32), together[-count:]), count
@@ -66,4 +71,5 @@ def test_an_odd_number_of_inputs_has_a_product_too(in_features: int) -> None:
     weight = random_weight(40, in_features, torch.int8, dtype=torch.bfloat16)
     x = randn(20, in_features, dtype=torch.bfloat16)
     exact = F.linear(x.double(), weight.exact().double())
-    assert (linear(x, pack(weight), out_dtype=torch.float32) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    found = linear(x, pack(weight), out_dtype=torch.float32)
+    assert (found - exact).abs().max() <= roundings_of(in_features) * exact.abs().max()

@@ -117,14 +117,19 @@ SHAPES = [(130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128), (40,
 
 
 @of_every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "in_pairs"),
+    [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=str,
+)
 def test_a_cpu_gives_the_bits_of_the_numbers_in_8(
-    dtype: torch.dtype, code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, in_pairs: bool, code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it multiplies no pairs of bfloat16."""
+    """in_pairs: where it has an instruction for them."""
     from kernels.cpu.linear import linear
 
-    multiply_no_pairs(monkeypatch)
+    if not in_pairs:
+        multiply_no_pairs(monkeypatch)
     for out_features, in_features, group_size in SHAPES:
         weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
@@ -205,13 +210,13 @@ def test_every_code_is_exact(
     dtype: torch.dtype, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device
 ) -> None:
     """Of rows that look at one input each: results are numbers, with nothing to round."""
-    weight = random_codes(16, 32, code, has_zeros=has_zeros, dtype=dtype)
+    weight = random_codes(16, 192, code, has_zeros=has_zeros, dtype=dtype)
     codes = torch.arange(16, dtype=torch.uint8)  # each output has all of them, in another order
-    weight = replace(weight, numbers=pack_codes(codes.repeat(16, 2) ^ codes[:, None]), scales=torch.ones(16, 1))
-    if weight.block_scales is not None:  # those of float8
-        octets = torch.arange(96, 240, dtype=torch.uint8).repeat(2)[: weight.block_scales.numel()]
-        weight = replace(weight, block_scales=octets.view(weight.block_scales.shape))
-    found = kernel.linear(torch.eye(32, dtype=dtype, device=kernel_device), on(kernel_device, weight))
+    weight = replace(weight, numbers=pack_codes(codes.repeat(16, 12) ^ codes[:, None]), scales=torch.ones(16, 1))
+    if weight.block_scales is not None:  # powers of two as MXFP4 may have them, then those of float8
+        octets = torch.cat((torch.arange(48, 248, 8), torch.arange(96, 240))).to(torch.uint8)
+        weight.block_scales[:, :12] = octets.repeat(2)[: 16 * 12].view(16, 12)
+    found = kernel.linear(torch.eye(192, dtype=dtype, device=kernel_device), on(kernel_device, weight))
     assert torch.equal(found.float().cpu().T, weight.exact())
 
 

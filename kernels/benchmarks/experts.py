@@ -1,7 +1,7 @@
 """A mixture of experts: where rows go, products with their experts' weights, and the sum.
 
-Of Qwen3-30B-A3B's shape; products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and as
-MXFP4 holds them; what is GLM-4.5-Air's own, scores that are corrected and an expert that all rows go to; and Gemma 4
+Of Qwen3-30B-A3B's shape; products of gpt-oss 20B's, whose experts have biases and gates that are cut off, dense and in
+fp4; what is GLM-4.5-Air's own, scores that are corrected and an expert that all rows go to; and Gemma 4
 26B-A4B's, gates by gelu and factors of experts' weights.
 
 What comes from memory are the weights of the experts that rows go to, each once. torch's own way is a product for each

@@ -1,9 +1,10 @@
 """y = x W^T + b from panels: a row's bits are its own, whatever number of rows, threads and vector lanes computes it.
 
 BLAS chooses another kernel, and another order of its sums, for another number of rows. Here every output of every row
-is one sum over the inputs in their order, in float32 (kernels/cpu/multiply_add.py; of bfloat16, where there is a matrix
-unit, kernels/cpu/linear_amx.py). Few rows read a panel once, at the speed of memory; more take turns on parts of it
-that a core's own cache holds, and for many the factors of a part are made once, not in each turn.
+is one sum over the inputs in their order, in float32, or one of such sums of up to SCALED_INPUTS times their scales
+(kernels/cpu/multiply_add.py; of bfloat16, where there is a matrix unit, kernels/cpu/linear_amx.py). Few rows read a
+panel once, at the speed of memory; more take turns on parts of it that a core's own cache holds, and for many the
+factors of a part are made once, not in each turn.
 """
 
 from __future__ import annotations

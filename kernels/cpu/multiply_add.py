@@ -1,8 +1,9 @@
 """Sums of products in vector lanes, as LLVM writes them: what products of weights are made of, and attention.
 
 A lane adds up one output of one row, from the first input to the last, by fused multiply-adds (bfloat16: by AVX-512's
-instruction for pairs, where there is one). How many rows and outputs a call computes changes nothing of that. A matrix
-unit takes over products of bfloat16 where there is one (kernels/cpu/amx.py).
+instruction for pairs, where there is one, and so quantized numbers, whose scales meet the sums). How many rows and
+outputs a call computes changes nothing of that. A matrix unit takes over products of bfloat16 where there is one
+(kernels/cpu/amx.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 32 inputs of an output share a power of two, and each is one of 16 numbers, of which kernels take twice as much: whole
 numbers, so that scales are half of those powers. An output's largest becomes its scale of 32 bits, and what that leaves
-of the others its block scales: 4 bits hold what was published exactly, but that groups 2**30 below the largest are 0.
+of the others its block scales: 4 bits hold what was published exactly, but that groups are 0 whose scale is less than
+2**-24 times the largest of those that have other numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Mxfp4Stack:
 
         def read() -> Numbers:
             codes = codes_side_by_side(self.blocks[expert : expert + 1][0][outputs])
-            exponents = self.scales[expert : expert + 1][0][outputs].float().repeat_interleave(GROUPS, dim=1)
-            largest = exponents.amax(dim=1, keepdim=True)
+            exponents = self.scales[expert : expert + 1][0][outputs].float()
+            is_zero = codes.bitwise_and(7).view(*exponents.shape, MXFP4_GROUP).eq(0).all(dim=2)
+            largest = exponents.masked_fill(is_zero, 0).amax(dim=1, keepdim=True)
             scales = require_scales(torch.exp2(largest - (EXPONENT_BIAS + 1)), self.of)
-            return Numbers.of_fp4(codes, torch.exp2(exponents - largest), scales)
+            block_scales = torch.exp2(exponents - largest).masked_fill(is_zero, 0)
+            return Numbers.of_fp4(codes, block_scales.repeat_interleave(GROUPS, dim=1), scales)
 
         shape = (len(range(num_outputs)[outputs]), in_features)
         return QuantizedTensor(shape=shape, storage=FP4.of_inputs(in_features), read=read)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kernels.quantized_weight import codes_side_by_side
 from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme
@@ -36,11 +38,12 @@ def nvfp4_tensor(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str)
         if factor.numel() != 1:
             raise UserError(f"{of} must have one scale beside those of groups, got {list(factor.shape)}; {AGAIN}")
         factor, block_scales = factor.reshape(()), scale[...].float()
-        factor = 1.0 / factor if INVERSE_OF_ALL in parts else factor
+        factor = 1.0 / factor if INVERSE_OF_ALL in parts else factor  # as vLLM takes it
         require_scales(block_scales * factor / 2, of)
         if (block_scales < 0).any():
             raise UserError(f"{of} must have scales of groups of at least 0, got {block_scales.min():.4g}; {AGAIN}")
-        scales = (factor / 2 / UNIT).expand(len(block_scales), 1).contiguous()
+        factor = factor / 2 / UNIT if block_scales.any() else torch.zeros(())
+        scales = factor.expand(len(block_scales), 1).contiguous()
         found = Numbers.of_fp4(codes_side_by_side(packed[...]), block_scales * UNIT, scales)
         return found if storage.code is not None else found.in_8_bits(scheme.storage)
 

@@ -22,7 +22,7 @@ LEFT_ALONE = (
     *("prob_output_scale", "bias_scale", "input_global_scale"),
 )
 LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is larger is a scale's reciprocal
-SMALLEST_BLOCK_SCALE = 2.0**-30
+SMALLEST_BLOCK_SCALE = 2.0**-24  # float16 holds whole numbers of these
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
 AGAIN = "download the checkpoint again"
@@ -39,7 +39,7 @@ class Numbers:
 
     @classmethod
     def of_fp4(cls, codes: Tensor, block_scales: Tensor, scales: Tensor) -> Numbers:
-        """block_scales: as float32, with four bits of significand, below 2; groups with less than 2**-30 become 0."""
+        """block_scales: as float32, with four bits of significand, below 2; groups with less than 2**-24 become 0."""
         is_zero = block_scales < SMALLEST_BLOCK_SCALE
         return cls(
             numbers=codes.masked_fill(is_zero.repeat_interleave(FP4_GROUP, dim=1), 0),

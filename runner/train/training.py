@@ -86,7 +86,7 @@ def train(
 
 def _load_target(config: SpeculativeConfig, options: TrainingOptions) -> LLM:
     stated = stated_quantization(model_source(config.model, "model.model"))
-    if stated is not None and stated.get("quant_method") != "mxfp4":  # which is held exactly
+    if stated is not None and stated.get("quant_method") != "mxfp4":  # which is read
         raise UserError(
             f"model.model={config.model.model} must be a dense checkpoint to train a head for, got a quantized one "
             f"({stated.get('quant_method')}); name the checkpoint that it was made from, with model.quantization=fp8 "
