@@ -10,8 +10,9 @@ from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows
 from runner.engine.scheduler import Schedule
+from tests.decoding_steps import schedule_of
 from tests.no_readback import NoReadback
-from tests.test_ngram import make_proposer, make_request, schedule_of
+from tests.test_ngram import make_proposer, make_request
 from tests.test_rejection_rules import flat_drafts, random_batch, verify_rows
 from verifier.rejection_sampler import REJECTION_SAMPLE_METHODS, RejectionSampler
 

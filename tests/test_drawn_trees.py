@@ -24,8 +24,8 @@ from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
+from tests.decoding_steps import schedule_of
 from tests.sampling_for_tests import ALPHA, p_value
-from tests.test_ngram import schedule_of
 from verifier.rejection_sampler import RejectionSampler
 
 VOCAB_SIZE, NUM_REQUESTS, NUM_TOKENS = 3, 8_000, 3

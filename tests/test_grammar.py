@@ -25,10 +25,11 @@ from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest
+from runner.engine.scheduler import CommittedTokens, Schedule
 from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.tiny import TARGET_DIR
 from runner.tiny.tokenizer import load_tokenizer
+from tests.decoding_steps import schedule_of, scheduled
 from tests.test_sampling_statistics import assert_follows
 from verifier.rejection_sampler import RejectionSampler
 
@@ -281,17 +282,6 @@ def test_a_distribution_that_has_nothing_of_what_is_allowed_becomes_none_at_all(
 # ---- drafts
 
 
-def scheduled(request: Request, max_draft_tokens: int, *, is_decoding: bool = True) -> ScheduledRequest:
-    return ScheduledRequest(
-        request=request,
-        start=0,
-        num_new_tokens=1,
-        max_draft_tokens=max_draft_tokens,
-        yields_token=True,
-        is_decoding=is_decoding,
-    )
-
-
 def constrain(
     asked: list[tuple[StructuredOutputsParams | None, str, list[str | int]]], max_draft_tokens: int
 ) -> tuple[list[list[int]], list[tuple[int, set[int]]]]:
@@ -404,7 +394,7 @@ def test_distributions_and_sources_stay_with_their_drafts() -> None:
     ]
     assert [store.open(request) for request in requests] == [None, None]
     drafts, bitmask = store.constrain(
-        Schedule(scheduled=[scheduled(request, 3) for request in requests]),
+        schedule_of(*requests, max_draft_tokens=3),
         DraftTokens(
             token_ids=torch.tensor([token("g"), token("x"), 7]),
             cu_num_draft_tokens=[0, 2, 3],
@@ -424,7 +414,7 @@ def test_distributions_and_sources_stay_with_their_drafts() -> None:
 def test_a_step_without_grammars_passes_untouched() -> None:
     request = Request(request_id="0", prompt_token_ids=[1], seed=0, sampling_params=SamplingParams())
     drafts = draft_tokens_from_lists([[5, 6]], torch.device("cpu"))
-    kept, bitmask = GrammarStore(COMPILER).constrain(Schedule(scheduled=[scheduled(request, 2)]), drafts)
+    kept, bitmask = GrammarStore(COMPILER).constrain(schedule_of(request, max_draft_tokens=2), drafts)
     assert kept is drafts and bitmask is None
 
 
@@ -457,7 +447,7 @@ def test_a_draft_from_a_distribution_that_knows_no_grammar_leaves_the_targets_di
     )
     ids, probs = draft_tokens(draft.expand(num_requests, -1), plain, "probabilistic", need_probs=True)
     drafts, bitmask = store.constrain(
-        Schedule(scheduled=[scheduled(request, 1) for request in requests]),
+        schedule_of(*requests, max_draft_tokens=1),
         DraftTokens(token_ids=ids, cu_num_draft_tokens=[0, *(i + 1 for i in every)], probs=probs),
     )
     counts = drafts.num_draft_tokens

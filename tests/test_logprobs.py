@@ -19,10 +19,11 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import SCORED_ROWS
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.scheduler import Schedule
 from runner.llm import LLM
 from runner.run import execute
 from tests.conftest import Engines, complete
+from tests.decoding_steps import scheduled
 from tests.no_readback import NoReadback
 from tests.test_losslessness import METHODS, PROMPTS, ROOMY, method_config, tell_test_proposers
 from verifier.logprobs import LogprobGatherer
@@ -311,12 +312,12 @@ def test_a_run_writes_logprobs_into_its_outputs_when_asked(tmp_path: Path) -> No
 def test_rows_of_a_request_that_asks_for_nothing_are_left_alone() -> None:
     """Two neighbours decode with two drafts each, one asks: three rows, the second request's, and none is read yet."""
     items = [
-        ScheduledRequest(
-            request=Request(
+        scheduled(
+            Request(
                 request_id=str(i), prompt_token_ids=[1], output_token_ids=[2], seed=0,
                 sampling_params=SamplingParams(logprobs=asked),
             ),
-            start=1, num_new_tokens=1, max_draft_tokens=2, yields_token=True, is_decoding=True,
+            max_draft_tokens=2,
         )
         for i, asked in enumerate([None, 1])
     ]  # fmt: skip

@@ -15,7 +15,8 @@ from proposers.lookup.ngram_index import NgramIndex
 from proposers.ngram import NgramProposer
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.scheduler import Schedule
+from tests.decoding_steps import schedule_of
 
 CPU = torch.device("cpu")
 
@@ -50,23 +51,6 @@ def make_proposer(min_n: int = 1, max_n: int = 3) -> NgramProposer:
 def make_request(prompt_token_ids: list[int], request_id: str = "0") -> Request:
     return Request(
         request_id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=SamplingParams(max_tokens=99), seed=0
-    )
-
-
-def schedule_of(*requests: Request, max_draft_tokens: int = 4) -> Schedule:
-    """A step in which all of them decode."""
-    return Schedule(
-        scheduled=[
-            ScheduledRequest(
-                request=request,
-                start=request.num_tokens - 1,
-                num_new_tokens=1,
-                max_draft_tokens=max_draft_tokens,
-                yields_token=True,
-                is_decoding=True,
-            )
-            for request in requests
-        ]
     )
 
 

@@ -12,7 +12,8 @@ from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import NgramGpuProposer
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.scheduler import Schedule
+from tests.decoding_steps import scheduled
 from tests.no_readback import NoReadback
 
 CONTEXT = ProposerContext(
@@ -41,17 +42,7 @@ def make_request(request_id: str, prompt_token_ids: list[int], output_token_ids:
 
 def schedule_of(parts: list[tuple[Request, int]]) -> Schedule:
     """Requests that decode and how many tokens each may draft; one without an output ends its prompt in this step."""
-    items = [
-        ScheduledRequest(
-            request=request,
-            start=request.num_tokens - 1,
-            num_new_tokens=1,
-            max_draft_tokens=limit,
-            yields_token=True,
-            is_decoding=bool(request.output_token_ids),
-        )
-        for request, limit in parts
-    ]
+    items = [scheduled(request, limit, is_decoding=bool(request.output_token_ids)) for request, limit in parts]
     return Schedule(scheduled=sorted(items, key=lambda item: not item.is_decoding))
 
 

@@ -16,7 +16,7 @@ from runner import measure as measuring
 from runner.engine.errors import UserError
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.scheduler import Schedule
 from runner.llm import LLM
 from runner.measure import measure
 from runner.metrics import InParts
@@ -25,6 +25,7 @@ from runner.responses import Responses
 from runner.tiny import TARGET_DIR
 from runner.workload import WorkloadItem
 from tests.conftest import TARGET_CONFIG, Engines, complete
+from tests.decoding_steps import schedule_of, scheduled
 
 PROMPTS = [{"prompt_token_ids": [3 + i, 40, 5 * i]} for i in range(4)]
 PARAMS = [SamplingParams(max_tokens=24, seed=i, ignore_eos=True) for i in range(4)]
@@ -65,18 +66,8 @@ def make_request(prompt: list[int], output: list[int], request_id: str = "0") ->
 
 def propose(proposer: SuffixProposer, *requests: Request, limits: tuple[int, ...] = (4, 4)) -> list[list[int]]:
     """A step in which all of them decode."""
-    scheduled = [
-        ScheduledRequest(
-            request=request,
-            start=request.num_tokens - 1,
-            num_new_tokens=1,
-            max_draft_tokens=limit,
-            yields_token=True,
-            is_decoding=True,
-        )
-        for request, limit in zip(requests, limits, strict=False)
-    ]
-    drafts = proposer.propose(Schedule(scheduled=scheduled))
+    step = [scheduled(request, limit) for request, limit in zip(requests, limits, strict=False)]
+    drafts = proposer.propose(Schedule(scheduled=step))
     cu = drafts.cu_num_draft_tokens
     return [drafts.token_ids[cu[i] : cu[i + 1]].tolist() for i in range(len(requests))]
 
@@ -116,25 +107,14 @@ def test_responses_of_requests_that_finished_are_remembered_and_no_others(
 def test_a_response_of_one_step_is_remembered_although_nothing_was_drafted_for_it() -> None:
     proposer = make_proposer()
     request = make_request([1], [])
-    prefill = ScheduledRequest(
-        request=request, start=0, num_new_tokens=1, max_draft_tokens=0, yields_token=True, is_decoding=False
-    )
-    proposer.propose(Schedule(scheduled=[prefill]))
+    proposer.propose(Schedule(scheduled=[scheduled(request, 0, is_decoding=False)]))
     request.output_token_ids += [7, 8]
     end(proposer, request, RequestStatus.FINISHED)
     assert propose(proposer, make_request([7], [7], "1")) == [[8]]
 
 
 def tree_of(proposer: SuffixProposer, request: Request, limit: int) -> tuple[list[int], list[int] | None]:
-    item = ScheduledRequest(
-        request=request,
-        start=request.num_tokens - 1,
-        num_new_tokens=1,
-        max_draft_tokens=limit,
-        yields_token=True,
-        is_decoding=True,
-    )
-    drafts = proposer.propose(Schedule(scheduled=[item]))
+    drafts = proposer.propose(schedule_of(request, max_draft_tokens=limit))
     return drafts.token_ids.tolist(), drafts.parent_indices
 
 

@@ -21,9 +21,9 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.outputs import Vector
 from tests.conftest import Engines, complete
+from tests.decoding_steps import schedule_of
 from tests.test_logprobs import PARAMS as LOGPROB_PARAMS
 from tests.test_logprobs import told
 from tests.test_losslessness import PARAMS, PROMPTS, ROOMY, SCHEDULES, answers, counts, tell_test_proposers
@@ -340,9 +340,6 @@ def test_the_verifier_hands_over_hidden_states_of_the_accepted_path(engines: Eng
     end = request.num_tokens
     assert manager.grow(request.block_table, end + 8)
     llm.engine.target.run([Part(request=request, start=0, end=end - 1)])
-    item = ScheduledRequest(
-        request=request, start=end - 1, num_new_tokens=1, max_draft_tokens=8, yields_token=True, is_decoding=True
-    )
     wrong = [(token + 1) % 64 for token in truth]
     tree = DraftTokens(
         token_ids=torch.tensor([wrong[0], truth[1], truth[0], wrong[1], truth[1], truth[2]]),
@@ -352,7 +349,7 @@ def test_the_verifier_hands_over_hidden_states_of_the_accepted_path(engines: Eng
     chain = DraftTokens(token_ids=torch.tensor(truth), cu_num_draft_tokens=[0, 3])
     states = []
     for drafts in (tree, chain):
-        output = verifier.verify(Schedule(scheduled=[item]), drafts, None, (0, 1, -1))
+        output = verifier.verify(schedule_of(request, max_draft_tokens=8), drafts, None, (0, 1, -1))
         assert output.hidden_states is not None and int(output.num_accepted_tokens[0]) == 3
         states.append(output.hidden_states.of(0, 4))
     manager.release(request.block_table)
