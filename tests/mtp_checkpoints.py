@@ -130,7 +130,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 2.5,
-        "time_step_min": 1e-30,  # as in tests/test_model_families.py
+        "time_step_min": 1e-30,  # as in tests/recurrent_families.py
     },
     "glm4_moe": {
         "head_dim": 16,

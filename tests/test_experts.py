@@ -1,6 +1,6 @@
 """Mixtures of experts through the whole engine: no method, schedule, rank or way to hold weights changes a token.
 
-How accurate they are tests/test_model_families.py says, and tests/test_row_invariance.py that a row keeps its bits.
+How accurate they are tests/test_family_logits.py says, and tests/test_row_invariance.py that a row keeps its bits.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from runner.engine.errors import UserError
 from runner.engine.fused_tensors import Fused, split_fused
-from tests.test_model_families import make_config
+from tests.model_families import make_config
 from tests.transformers_reference import load, random_model, save
 
 PARTS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2, "self_attn.v_proj": 2}

@@ -1,6 +1,6 @@
 """poolside's DFlash heads for Laguna, on a Laguna target: logits and drafts are those of an independent rewrite.
 
-tests/test_model_families.py has the target's logits, tests/test_other_families.py its steps.
+tests/test_family_logits.py has the target's logits, tests/test_other_families.py its steps.
 """
 
 from __future__ import annotations
