@@ -1,11 +1,13 @@
 """What a point of a sweep reuses from the points that ran before it in the same process.
 
 The target's weights and the ranks that hold them, while model and hardware stay the same, and plain decoding, so that
-all points are compared with one baseline. Each point has an engine and a KV cache of its own.
+all points are compared with one baseline. Each point has an engine and a KV cache of its own. Nor is a note told again.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # the command line imports this file, and torch takes a while
     from runner.ranks.ranks import Ranks
 
 TARGET_NODES = {"model", "hardware"}
+MEASURED = re.compile(r"\d+%|\d+\.\d+ s\b")  # in a note: another share or duration says the same
 BASELINE_NODES = {*TARGET_NODES, "sampler", "workload", "seed"}
 
 
@@ -45,6 +48,7 @@ class EarlierPoints:
     def forget(self) -> None:
         self._let_go()
         self._baselines: dict[str, Baseline] = {}
+        self._told: set[str] = set()
 
     def target_for(self, config: SpeculativeConfig) -> Held | None:
         """That of the last point, if it had the same; others are let go of, to leave their memory to the next ones."""
@@ -72,3 +76,9 @@ class EarlierPoints:
             point += f" method.num_speculative_tokens={method.num_speculative_tokens}"
         key = config.model_dump_json(include=BASELINE_NODES)
         self._baselines.setdefault(key, Baseline(point=point, metrics=metrics))
+
+    def untold(self, notes: Iterable[str]) -> list[str]:
+        """Those that differ from all of the points before in more than a measured share or duration; now told."""
+        new = [note for note in notes if MEASURED.sub("", note) not in self._told]
+        self._told |= {MEASURED.sub("", note) for note in new}
+        return new

@@ -20,7 +20,7 @@ from runner.model_files import model_path
 from runner.passes import workload_requests
 from runner.promise import kept_by_rule
 from runner.recording import check_record, open_run
-from runner.report import print_summary
+from runner.report import print_point, print_summary
 from runner.results import (
     METRICS_FILE,
     OUTPUTS_FILE,
@@ -87,14 +87,17 @@ def _execute(
         write_outputs(files[1], measurement.records, measurement.more)
         files += _write_vllm_config(config, output_dir)
         remove_other_results(output_dir, files)
-        with reader_may_leave():
-            print_summary(  # before it is recorded: a tracker that fails now does not hide it
-                summary,
-                model=config.model.model,
-                files=files,
-                location=tracker.location,
-                ui_command=tracker.ui_command,
-            )
+        with reader_may_leave():  # before it is recorded: a tracker that fails now does not hide it
+            if earlier is not None:
+                print_point(summary, notes=earlier.untold(summary["notes"]), directory=output_dir)
+            else:
+                print_summary(
+                    summary,
+                    model=config.model.model,
+                    files=files,
+                    location=tracker.location,
+                    ui_command=tracker.ui_command,
+                )
         tracker.log_summary(summary)
         tracker.log_series(measurement.metrics.step_points)
         tracker.log_artifacts(files)

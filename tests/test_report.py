@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from runner.metrics import MetricsCollector, RequestRecord, RequestStep, StepRecord
-from runner.report import RunProgress, print_comparison, print_summary
+from runner.report import RunProgress, print_comparison, print_point, print_summary
 from runner.report import progress as progress_module
 from runner.report.text import BAR_WIDTH, bar, identical_style, method_title, speedup_style
 
@@ -168,6 +168,37 @@ def test_the_prefix_cache_is_shown_only_where_something_was_found() -> None:
     found = {"prefix_cache_hits": 1200, "prefix_cache_queries": 4800, "prefix_cache_hit_rate": 0.25}
     assert "prefix cache                  25.0% (1,200 of 4,800 prompt tokens)" in shown(summary() | found)
     assert "prefix cache" not in shown(summary())
+
+
+def told_as_point(numbers: Mapping[str, Any], *, notes: Sequence[str] = ()) -> list[str]:
+    out, raw = console()
+    print_point(numbers, notes=notes, directory=f"/{'a' * 90}/[bold]0", console=out)
+    return raw.getvalue().decode().splitlines()
+
+
+def test_a_point_of_a_sweep_is_a_line_the_notes_that_are_new_and_its_directory() -> None:
+    same = {"requests": 2, "identical": 2}
+    numbers = summary(
+        baseline=summary(method="none", k=0), identical_to_baseline=same, notes=["told before", "got [red]7"]
+    )
+    assert told_as_point(numbers, notes=["got [red]7"]) == [
+        "ngram, 2 tokens: 1.50x, identical 2/2, acceptance 25.0%, length 1.50, 200.0 tokens/s",
+        "note: got [red]7",
+        f"files /{'a' * 90}/[bold]0",
+    ]
+
+
+def test_a_points_line_says_what_qualifies_its_numbers() -> None:
+    plain, same = summary(method="none", k=0), {"requests": 2, "identical": 1}
+    numbers = summary(baseline=plain, identical_to_baseline=same, identical_between_repeats=same, core_wait_share=0.26)
+    ranges = {"repeats": 3, "speedup_range": {"lowest": 1.2, "highest": 1.7}}
+    assert told_as_point(numbers | ranges | {"num_failed_requests": 3, "lossless": "unguaranteed"})[0] == (
+        "ngram, 2 tokens: 1.50x (1.20 to 1.70) in 3 repeats, doubtful (26% without a core), "
+        "identical 1/2, unguaranteed, identical in every repeat 1/2, unguaranteed, "
+        "acceptance 25.0%, length 1.50, 200.0 tokens/s, 3 failed"
+    )
+    assert told_as_point(summary(lossless=False))[0].startswith("ngram, 2 tokens, lossy: acceptance 25.0%, ")
+    assert told_as_point(plain)[0] == "none: 1.00x, 200.0 tokens/s"
 
 
 def test_one_category_needs_no_table() -> None:

@@ -311,9 +311,10 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     arguments = ["-m", "method=none,ngram", "method.num_speculative_tokens=2", "tracking=jsonl"]
     assert main([*arguments, "workload.limit=1", "sampler.max_tokens=4", "hardware.num_gpu_blocks_override=320"]) == 0
     printed = capsys.readouterr()
-    table = [line.split() for line in printed.out.splitlines() if line.strip()][-6:]
+    lines = [line for line in printed.out.splitlines() if line.strip()]
+    points, table = lines[:-7], [line.split() for line in lines[-7:]]
     assert table[0][-3:] == ["speed-up", "whole", "identical"], table
-    assert [line[0] for line in table[2:]] == ["none", "ngram", "*", "on"], table
+    assert [line[0] for line in table[2:]] == ["none", "ngram", "*", "on", "sweep"], table
     none, ngram = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("metrics.json")))
     assert len(loaded) == 1 and "plain decoding" not in printed.err
     assert ngram["baseline"]["tpot_ms"] == none["tpot_ms"]
@@ -322,15 +323,32 @@ def test_points_of_a_sweep_share_the_target_and_one_baseline_and_are_compared(
     assert of_sweep == "plain decoding was measured in an earlier point, method=none"
     assert re.fullmatch(r"a pass took 0\.\d\d s only, so times .* mean little; add prompts, or .*", of_time)
     assert ngram["identical_to_baseline"] == {"requests": 1, "identical": 1}
+    of_points = [line for line in points if "HYDRA" not in line]
+    heads = [line.partition(" ")[0] for line in of_points]
+    assert heads == ["none:", "note:", "files", "ngram,", "note:", "note:", "files"]
+    for line, point in ((of_points[2], none), (of_points[-1], ngram)):
+        assert json.loads((Path(line.removeprefix("files ")) / "metrics.json").read_text()) == point
 
     # Every run had a runs.jsonl of its own, with one line.
     arguments = ["method=none", "tracking=jsonl", "workload.limit=1", "sampler.max_tokens=4"]
     assert main([*arguments, "hardware.num_gpu_blocks_override=320"]) == 0
+    assert "─ none ─" in capsys.readouterr().out, "a run by itself has its whole summary"
     (runs,) = tmp_path.rglob("runs.jsonl")
     assert runs == tmp_path / "runs" / "runs.jsonl"
     lines = [json.loads(line) for line in runs.read_text().splitlines()]
     assert [line["params"]["method.method"] for line in lines] == ["none", "ngram", "none"]
     assert lines[0]["parent_run_id"] == lines[1]["parent_run_id"] is not None and lines[2]["parent_run_id"] is None
+
+
+def test_a_note_is_told_again_where_it_says_something_else() -> None:
+    earlier, waited = EarlierPoints(), "a thread waited for a core {}% of the time"
+    lowered = "num_speculative_tokens={} is more than what is drafted"
+    assert earlier.untold([waited.format(7), lowered.format(8)]) == [waited.format(7), lowered.format(8)]
+    again = [waited.format(26), "a pass took 0.37 s only", lowered.format(8), lowered.format(16)]
+    assert earlier.untold(again) == ["a pass took 0.37 s only", lowered.format(16)]
+    assert earlier.untold(["a pass took 0.41 s only"]) == []
+    earlier.forget()
+    assert earlier.untold(again) == again, "another sweep"
 
 
 def test_a_point_of_other_conditions_takes_nothing_over() -> None:

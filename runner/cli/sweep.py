@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import format_exception_only
 from typing import Any
 
@@ -198,7 +199,7 @@ def _basic_sweeper() -> Any:
 @contextmanager
 def _parent_run(sweep: Sweep) -> Iterator[None]:
     from runner.report import print_comparison
-    from runner.tracking import collecting_rows, start_sweep
+    from runner.tracking import RUNS_FILE, collecting_rows, start_sweep
 
     config, swept = sweep.configs[0], sweep.swept
 
@@ -214,6 +215,8 @@ def _parent_run(sweep: Sweep) -> Iterator[None]:
             finally:
                 if rows := rows_of(tuple(swept)):
                     show(rows)
+                    if config.tracking == "jsonl":
+                        print(f"sweep {Path.cwd() / RUNS_FILE}")
         return
     with start_sweep(
         params=swept,

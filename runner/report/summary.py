@@ -1,4 +1,7 @@
-"""The summary of one run as a panel: the promise first (speed-up, same text), then why (acceptance), then the rest."""
+"""The summary of one run: the promise first (speed-up, same text), then why (acceptance), then the rest.
+
+As a panel, and of a point of a sweep as a line, for the sweep ends with a table of all of them.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,41 @@ def print_summary(
             previous = label
 
 
+def print_point(
+    summary: Mapping[str, Any], *, notes: Sequence[str], directory: str | Path, console: Console | None = None
+) -> None:
+    """Prints a `MetricsCollector.summary` as a point of a sweep.
+
+    Args:
+        notes: those of the summary that no earlier point had.
+        directory: where the whole summary is.
+    """
+    console = console or open_wide_console()
+    console.print(_line(summary), soft_wrap=True)
+    for note in notes:
+        console.print(Text("note: ", "bold yellow") + Text(note), soft_wrap=True)
+    console.print(Text("files ", "dim") + Text(str(directory)), soft_wrap=True)
+
+
+def _line(summary: Mapping[str, Any]) -> Text:
+    """One such as "ngram, 4 tokens: 1.41x, identical 8/8, acceptance 64.0%, length 3.53, 2,269.7 tokens/s"."""
+    lossless = summary["lossless"]
+    parts = [] if summary["speedup"] is None else [_gain(summary)]
+    for what, count in (
+        ("identical", summary["identical_to_baseline"]),
+        ("identical in every repeat", summary["identical_between_repeats"]),
+    ):
+        if count is not None:
+            parts.append(Text(f"{what} {identical(count, lossless)}", identical_style(count, lossless)))
+    if summary["num_speculative_tokens"] or summary["num_drafts"]:
+        parts.append(Text(f"acceptance {percent(summary['acceptance_rate'])}"))
+        parts.append(Text(f"length {number(summary['mean_acceptance_length'], '{:.2f}')}"))
+    parts.append(Text(f"{_tokens_per_second(summary)} tokens/s"))
+    if failed := summary["num_failed_requests"]:
+        parts.append(Text(f"{failed:,} failed", "bold red"))
+    return Text(f"{method_title(summary)}: ", "bold") + Text(", ").join(parts)
+
+
 def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -81,11 +119,7 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if machine is not None:
         grid.add_row("machine", machine_title(machine))
     grid.add_row("requests", requests)
-    gain = Text(times(summary["speedup"]), speedup_style(summary["speedup"]))
-    gain += Text(_ranged("", summary, "speedup", "{:.2f}"))
-    if summary["speedup"] is not None and doubtful_waits([summary]):
-        gain.append(f", doubtful ({summary['core_wait_share']:.0%} without a core)", style="yellow")
-    grid.add_row("speed-up over plain decoding", gain)
+    grid.add_row("speed-up over plain decoding", _gain(summary))
     grid.add_row("identical to plain decoding", Text(identical(same, lossless), identical_style(same, lossless)))
     if (repeated := summary["identical_between_repeats"]) is not None:
         style = identical_style(repeated, lossless)
@@ -110,6 +144,14 @@ def _numbers(summary: Mapping[str, Any], model: str, *, ascii_only: bool) -> Tab
     if summary["num_preemptions"]:
         grid.add_row("preemptions", number(summary["num_preemptions"]))
     return grid
+
+
+def _gain(summary: Mapping[str, Any]) -> Text:
+    gain = Text(times(summary["speedup"]), speedup_style(summary["speedup"]))
+    gain += Text(_ranged("", summary, "speedup", "{:.2f}"))
+    if summary["speedup"] is not None and doubtful_waits([summary]):
+        gain.append(f", doubtful ({summary['core_wait_share']:.0%} without a core)", style="yellow")
+    return gain
 
 
 def _tokens_per_second(summary: Mapping[str, Any]) -> str:

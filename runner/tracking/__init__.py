@@ -6,8 +6,18 @@ says. Nothing here is called in the decode loop. MLflow is imported by tracking=
 without it.
 """
 
+from runner.tracking.jsonl import RUNS_FILE
 from runner.tracking.opening import check_store, open_tracker, start_sweep
 from runner.tracking.sweep_file import add_row, collecting_rows
 from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
 
-__all__ = ["PARENT_RUN_ENV", "Tracker", "add_row", "check_store", "collecting_rows", "open_tracker", "start_sweep"]
+__all__ = [
+    "PARENT_RUN_ENV",
+    "RUNS_FILE",
+    "Tracker",
+    "add_row",
+    "check_store",
+    "collecting_rows",
+    "open_tracker",
+    "start_sweep",
+]
