@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,8 +54,11 @@ class Functions(TorchFunctionMode):
         if is_there and name in ("tensor", "as_tensor", "asarray", "new_tensor"):  # of the host's values
             with plainly():
                 return device.upload(func(*args, **kwargs), None, False)
-        with self.operations.creating(is_there):
+        before, self.operations.creates_there = self.operations.creates_there, is_there
+        try:
             return func(*args, **kwargs)
+        finally:
+            self.operations.creates_there = before
 
     def _where(self, tensor: torch.Tensor) -> torch.device:
         return CUDA if self.device.holds(tensor) else tensor.device
@@ -87,6 +89,17 @@ class Functions(TorchFunctionMode):
             return move(tensor, dtype, non_blocking)
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of an operation, and of its lists: nothing lies deeper."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [own for own in value if isinstance(own, torch.Tensor)]
+    return found
+
+
 def _refuse_unsteady(name: str, values: Any) -> None:
     """Numbers that a text hangs on must not depend on the rows beside theirs."""
     if name == "_softmax" and values.shape[-1] * values.itemsize % 16:
@@ -101,19 +114,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__()
         self.device = device
-        self._creates_there: bool | None = None  # None: where the operands are
-
-    @contextmanager
-    def creating(self, there: bool | None) -> Iterator[None]:
-        before, self._creates_there = self._creates_there, there
-        try:
-            yield
-        finally:
-            self._creates_there = before
+        self.creates_there: bool | None = None  # None: where the operands are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs, device = func.overloadpacket.__name__, kwargs or {}, self.device
-        operands = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        operands = _tensors((*args, *kwargs.values()))
         there = [device.holds(operand) for operand in operands]
         if name == "copy_" and there[0] != there[1]:
             return self._copied(*args, **kwargs)
@@ -126,19 +131,21 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {shapes}")
             self._refuse_waiting(name, args, kwargs)
             _refuse_unsteady(name, args[0])
-        if not (any(there) if self._creates_there is None else self._creates_there):
+        if not (any(there) if self.creates_there is None else self.creates_there):
             return func(*args, **kwargs)
         if device.recording is None:
-            return tree_map(lambda result: self._put(name, result), func(*args, **kwargs))
+            results = func(*args, **kwargs)
+            for result in _tensors(results if isinstance(results, list | tuple) else (results,)):
+                self._put(name, result)
+            return results
         if func._can_decompose():  # reshape and its like: views, or copies, as it comes
             with self:
                 return func.decompose(*args, **kwargs)
         return _recorded(device.recording, func, name, args, kwargs)
 
-    def _put(self, name: str, result: Any) -> Any:
-        if not isinstance(result, torch.Tensor) or self.device.holds(result):
-            return result
-        return self.device.put(fill_with_garbage(result) if name in UNWRITTEN else result)
+    def _put(self, name: str, result: torch.Tensor) -> None:
+        if not self.device.holds(result):
+            self.device.put(fill_with_garbage(result) if name in UNWRITTEN else result)
 
     def _refuse_waiting(self, name: str, args: Any, kwargs: Any) -> None:
         if name in WAITING:

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from packaging.version import Version
 
@@ -47,7 +48,10 @@ def patch_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def describe_once(patch: pytest.MonkeyPatch) -> None:
-    """Tensors of one shape share its description, types of one shape theirs, and a dtype is looked up by its name."""
+    """Tensors of one shape share its description, types of one shape theirs, and a dtype is looked up by its name.
+
+    Most tensors are operands whose description nobody asks for: they hold their value and its type alone.
+    """
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -55,6 +59,7 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
     find_dtype, init_type, init_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
     check_handle = interpreter.TensorHandle.__post_init__
     dtypes, sizes = dict[str, Any](), set[tuple[int, str]]()
+    own_names = {"handle", "type", "dtype"}
     types, tensors = dict[tuple[int, ...], dict[str, Any]](), dict[tuple[int, ...], dict[str, Any]]()
 
     def dtype_of(kind: Any) -> Any:
@@ -72,11 +77,19 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
         vars(block_type).update(types[key], element_ty=element_ty, name=f"<{key}, {element_ty}>")
 
     def new_tensor(tensor: Any, handle: Any, kind: Any) -> None:
-        key = getattr(kind, "sizes", ())
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+
+    def description(tensor: Any, name: str) -> Any:
+        if name in own_names:  # of a tensor that is being made
+            raise AttributeError(name)
+        key = getattr(tensor.type, "sizes", ())
         if key not in tensors:
-            init_tensor(tensor, handle, kind)
-            tensors[key] = {name: vars(tensor)[name] for name in vars(tensor).keys() - {"handle", "type", "dtype"}}
-        vars(tensor).update(tensors[key], handle=handle, type=kind, dtype=kind.scalar)
+            probe = core.tensor.__new__(core.tensor)
+            init_tensor(probe, tensor.handle, tensor.type)
+            tensors[key] = {name: value for name, value in vars(probe).items() if name not in own_names}
+        if name not in tensors[key]:
+            raise AttributeError(name)
+        return tensors[key][name]
 
     def check_size(handle: Any) -> None:
         key = handle.data.dtype.num, handle.dtype.name
@@ -84,19 +97,33 @@ def describe_once(patch: pytest.MonkeyPatch) -> None:
             check_handle(handle)
             sizes.add(key)
 
+    unwrap, equals = core._unwrap_if_constexpr, core.dtype.__eq__
+    whole = {core.tensor, core.dtype, core.block_type, int, bool, float, str, type(None)}
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in whole else unwrap(value)
+
+    assert not hasattr(core.tensor, "__getattr__")
     # Whether an integer overflows is computed for device asserts alone, and without `debug` these do nothing.
     assert not builder.options.debug
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
     patch.setattr(interpreter, "_get_np_dtype", dtype_of)
+    patch.setattr(core, "_unwrap_if_constexpr", unwrapped)
+    patch.setattr(core.dtype, "__eq__", lambda own, other: own is other or equals(own, other))
     patch.setattr(core.block_type, "__init__", new_type)
     patch.setattr(core.tensor, "__init__", new_tensor)
+    patch.setattr(core.tensor, "__getattr__", description, raising=False)
     patch.setattr(interpreter.TensorHandle, "__post_init__", check_size)
 
 
 def make_alike_once(patch: pytest.MonkeyPatch) -> None:
     """What operands are cast to follows from their types, or a number's value, and is asked of Triton once for each.
 
-    A scalar beside a block gets the block's type, but stays one element: numpy extends it.
+    A scalar beside a block gets the block's type, but stays one element, and a column beside a row stays a column:
+    numpy extends them.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -105,7 +132,8 @@ def make_alike_once(patch: pytest.MonkeyPatch) -> None:
     broadcast = semantic.broadcast_impl_value
     make_alike, builder = semantic.binary_op_type_checking_impl, interpreter.interpreter_builder
     plans = dict[Hashable, tuple[Any, Any] | None]()
-    blocks = dict[tuple[Any, str], Any]()
+    blocks = dict[tuple[tuple[int, ...], str], Any]()
+    joint = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]()
 
     def plan(lhs: Any, rhs: Any, rules: Any) -> tuple[Any, Any] | None:
         if all(isinstance(own, core.tensor) and isinstance(own.dtype, core.pointer_type) for own in (lhs, rhs)):
@@ -117,13 +145,16 @@ def make_alike_once(patch: pytest.MonkeyPatch) -> None:
         made: tuple[Any, Any] = make_alike(*probes, *rules)
         return made
 
-    def extended(scalar: Any, block: Any) -> Any:
-        if isinstance(scalar.dtype, core.pointer_type):
-            return core.tensor(scalar.handle, block.with_element_ty(scalar.dtype))
-        key = block.sizes, scalar.dtype.name
+    def extended(value: Any, sizes: tuple[int, ...]) -> Any:
+        if getattr(value.type, "sizes", ()) == sizes:
+            return value
+        dtype = value.dtype
+        if isinstance(dtype, core.pointer_type):
+            return core.tensor(value.handle, core.block_type(dtype, list(sizes)))
+        key = sizes, dtype.name
         if key not in blocks:
-            blocks[key] = block.with_element_ty(scalar.dtype)
-        return core.tensor(scalar.handle, blocks[key])
+            blocks[key] = core.block_type(dtype, list(sizes))
+        return core.tensor(value.handle, blocks[key])
 
     def made_alike(lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
         is_tensor, is_other = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
@@ -142,15 +173,13 @@ def make_alike_once(patch: pytest.MonkeyPatch) -> None:
             rhs = likes[1]
         elif right != likes[1].dtype.name:
             rhs = semantic.cast(rhs, likes[1].dtype)
-        kind, other = lhs.type, rhs.type
-        sizes, other_sizes = getattr(kind, "sizes", ()), getattr(other, "sizes", ())
+        sizes, other_sizes = getattr(lhs.type, "sizes", ()), getattr(rhs.type, "sizes", ())
         if sizes == other_sizes:
             return lhs, rhs
-        if not other_sizes:
-            return lhs, extended(rhs, kind)
-        if not sizes:
-            return extended(lhs, other), rhs
-        return broadcast(lhs, rhs)
+        if (pair := (sizes, other_sizes)) not in joint:
+            broadcast(lhs, rhs)  # which refuses sizes that do not go together
+            joint[pair] = np.broadcast_shapes(sizes, other_sizes)
+        return extended(lhs, joint[pair]), extended(rhs, joint[pair])
 
     def broadcasted(lhs: Any, rhs: Any) -> Any:
         is_done = getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ())
