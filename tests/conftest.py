@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -149,13 +149,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in ("test_ngram.py", "test_suffix.py"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported and collected is no garbage: its million objects need not be gone over each time.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected is no garbage: its million objects need not be gone over each time.
 
     Nor are they frozen: whoever runs requests would count them first, to thaw nobody else's (runner/frozen_heap.py).
     """
+    gc.disable()
+    result = yield
+    gc.enable()
     gc.collect()
     gc.set_threshold(10_000, 10, 10)
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)
