@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 from kernels import linear_plan
 from proposers.drafting import blocks, from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
-from runner import cache_size
+from runner import cache_size, frozen_heap
 from runner.engine import backend, graphs, launch_shapes
 from runner.engine.checkpoint import ModelSource
 from runner.engine.model_runner import ModelRunner
@@ -179,6 +179,14 @@ def _no_waits() -> Iterator[None]:
     """Tests share the cores with each other, and a summary has a note where that is felt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_wait, "THREADS", Path("/nowhere"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_collections() -> Iterator[None]:
+    """A search for garbage takes half a second beside all that tests import, and requests leave little of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen_heap, "MOST_GROWTH", 500_000)
         yield
 
 
