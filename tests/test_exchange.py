@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -72,6 +73,21 @@ def test_ranks_that_exchange_unlike_sizes_notice_and_wait_no_more() -> None:
         return own.has_parted
 
     assert in_ranks(3, exchange) == [True] * 3
+
+
+def test_a_rank_that_waits_long_leaves_its_core_to_others() -> None:
+    """The first one took a whole core for the seconds in which the others start."""
+
+    def exchange(ranks: Ranks) -> float:
+        gather = exchange_of(ranks).gather
+        gather(torch.zeros(3))  # compiled by now
+        if ranks.shard.rank:
+            time.sleep(1.0)
+        used = time.thread_time()
+        gather(torch.zeros(3))
+        return time.thread_time() - used
+
+    assert in_ranks(2, exchange)[0] < 0.5
 
 
 def test_nobody_waits_for_a_rank_that_is_gone() -> None:

@@ -19,10 +19,12 @@ from kernels.cpu.atomics import load, pause, store
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import pointer
 from kernels.cpu.recording import empty
-from kernels.cpu.threads import LINE, PATIENCE, has_openmp, parts_of, sched_yield
+from kernels.cpu.threads import LINE, PATIENCE, has_openmp, parts_of, sched_yield, usleep
 
 PLACE_BYTES = 1 << 20  # of a place; what is larger goes piece by piece
 PART_BYTES = 1 << 15  # copied in some microseconds
+# Looks for another rank, some 50 ms of them, before this one naps in between: that one starts, or loads its weights.
+LONG_WAIT, NAP = 100_000, np.uint32(200)  # the latter in microseconds
 # In the memory: not 0 once nobody waits any more, and why; of each rank, a line each: how often it came, and with how
 # many bytes to the last two meetings.
 GIVEN_UP, MEETINGS, BYTES = 0, LINE, LINE + 8
@@ -67,8 +69,10 @@ def meeting() -> Kernel:
                 looks += 1
                 if looks < PATIENCE:
                     pause()
-                else:
+                elif looks < LONG_WAIT:
                     sched_yield()
+                else:
+                    usleep(NAP)
             if load(a.memory + GIVEN_UP) == 0 and load(count + LINE * rank) != a.count:
                 store(a.memory + GIVEN_UP, PARTED)
 

@@ -42,12 +42,13 @@ ALONE_UNTIL, TIMES = 0, 8  # of what all teams share
 
 Calls = np.dtype([(name, np.int64) for name in ("state", "busy", "share", "calls", "count", "threads")])
 
-SYSTEM = ("omp_get_thread_num", "GOMP_parallel", "sched_yield", "clock_gettime", "getrusage")
+SYSTEM = ("omp_get_thread_num", "GOMP_parallel", "sched_yield", "clock_gettime", "getrusage", "usleep")
 thread_num: Any = types.ExternalFunction(SYSTEM[0], types.int32())
 parallel: Any = types.ExternalFunction(SYSTEM[1], types.void(types.voidptr, types.voidptr, types.uint32, types.uint32))
 sched_yield: Any = types.ExternalFunction(SYSTEM[2], types.int32())
 clock_gettime: Any = types.ExternalFunction(SYSTEM[3], types.int32(types.int32, types.voidptr))
 getrusage: Any = types.ExternalFunction(SYSTEM[4], types.int32(types.int32, types.voidptr))
+usleep: Any = types.ExternalFunction(SYSTEM[5], types.int32(types.uint32))
 MONOTONIC, OF_THREAD = np.int32(getattr(time, "CLOCK_MONOTONIC", 1)), np.int32(1)
 
 
