@@ -35,7 +35,7 @@ from runner.prompts import make_requests
 from tests.emulated_device import EmulatedDevice
 from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
-from tests.interpreted_calls import describe_once, index_with_any_numpy, make_alike_once, patch_once
+from tests.interpreted_calls import interpret_quickly
 
 # The same examples in every run, so that what fails here fails everywhere;
 # `pytest --hypothesis-profile=exploring` draws others, and twice as many.
@@ -167,10 +167,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
-            index_with_any_numpy(patch)
-            describe_once(patch)
-            make_alike_once(patch)
-            patch_once(patch)
+            interpret_quickly(patch)
         yield
 
 

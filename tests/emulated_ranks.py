@@ -15,6 +15,7 @@ from runner.engine.shard import Shard
 from runner.ranks.ranks import SeveralRanks
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice, plainly
+from tests.interpreted_calls import interpret_quickly
 
 Value = TypeVar("Value")
 
@@ -80,6 +81,7 @@ def complete_in_rank(
 
     torch.set_num_threads(1)
     with emulated_cuda() as gpu, pytest.MonkeyPatch.context() as patch:
+        interpret_quickly(patch)
         exchange = EmulatedExchange(gpu, SharedMemory(memory, rank=rank, num_ranks=2), 2)
         ranks = ProcessRanks(Shard(rank=rank, size=2, exchange=exchange), connection)
         patch.setattr("runner.llm.start_ranks", lambda config: ranks)

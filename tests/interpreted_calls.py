@@ -23,6 +23,14 @@ import pytest
 from packaging.version import Version
 
 
+def interpret_quickly(patch: pytest.MonkeyPatch) -> None:
+    """In this process."""
+    index_with_any_numpy(patch)
+    describe_once(patch)
+    make_alike_once(patch)
+    patch_once(patch)
+
+
 def patch_once(patch: pytest.MonkeyPatch) -> None:
     """The language stays replaced, as no test compiles in its own process."""
     from triton import language
