@@ -35,6 +35,7 @@ from runner.engine.quantized_tensors import Numbers
 from runner.engine.shard import Shard
 from runner.llm import LLM
 from tests.edit_tensors import edit_tensors
+from tests.latent_families import LATENT
 from tests.other_families import FAMILIES
 from tests.quantized_checkpoints import (
     FLOAT8,
@@ -53,7 +54,7 @@ from tests.quantized_checkpoints import (
     quantize_checkpoint,
     state_config,
 )
-from tests.test_model_families import DELTA_NET, LATENT
+from tests.recurrent_families import DELTA_NET
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
 SHAPE: dict[str, Any] = {
