@@ -19,8 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.native import BYTE, call_llvm, prefetch
-from kernels.cpu.number_kinds import INT, WORD, number
 from kernels.cpu.panels import LANES, has_feature
+from kernels.cpu.vectors import INT, WORD, number
 
 ROWS, PAIRS = 16, 16  # of a tile: rows of a launch, or of their sums; pairs of inputs
 INPUTS = 2 * PAIRS  # of a step

@@ -25,11 +25,12 @@ from numba import carray  # type: ignore[attr-defined]
 from kernels.cpu.amx import INPUTS, ROWS, configure, multiply_tiles, release
 from kernels.cpu.compiled import compiled
 from kernels.cpu.elements import ELEMENTS, elements
+from kernels.cpu.float_kinds import TURN_ROWS
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.key_panels import KEYS, fetch, pair_keys, pair_values, spread_keys, spread_values
 from kernels.cpu.multiply_add import add_products
 from kernels.cpu.native import floats, integers, pointer
-from kernels.cpu.number_kinds import TURN_ROWS, kind_of
+from kernels.cpu.number_kinds import kind_of
 from kernels.cpu.panels import LANES, has_feature, multiplies_pairs
 from kernels.cpu.running_softmax import begin_rows, end_rows, weigh_rows
 from kernels.cpu.seen_keys import OFFSETS, keys_ahead, keys_of, keys_of_rows, offsets_into, shift_offsets

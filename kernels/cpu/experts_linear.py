@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.cpu import linear, linear_amx
 from kernels.cpu.act_and_mul import act_and_mul
+from kernels.cpu.float_kinds import TURN_ROWS
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import call, integers
-from kernels.cpu.number_kinds import KINDS, TURN_ROWS
+from kernels.cpu.number_kinds import KINDS
 from kernels.cpu.panels import Panels
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import take_rows

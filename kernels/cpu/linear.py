@@ -18,10 +18,11 @@ from torch import Tensor
 
 from kernels.cpu import linear_amx
 from kernels.cpu.elements import ELEMENTS, rows_writing
+from kernels.cpu.float_kinds import TURN_ROWS, BFloat16Pairs
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import add_products, widen
 from kernels.cpu.native import call
-from kernels.cpu.number_kinds import KINDS, TURN_ROWS, BFloat16Pairs, kind_of, kind_of_codes, wide_kind
+from kernels.cpu.number_kinds import KINDS, kind_of, kind_of_codes, wide_kind
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened

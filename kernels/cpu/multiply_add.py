@@ -14,9 +14,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.float_kinds import TURN_ROWS, Float32
 from kernels.cpu.native import CACHE_LINE, SECOND_CACHE, call_llvm, prefetch
-from kernels.cpu.number_kinds import FLOATS, FUSED, INT, KINDS, TURN_ROWS, Float32, load, number
+from kernels.cpu.number_kinds import KINDS
 from kernels.cpu.panels import LANES
+from kernels.cpu.vectors import FLOATS, FUSED, INT, load, number
 
 Ahead = tuple[Any, Any]  # what is asked for at the first step, and bytes from step to step
 

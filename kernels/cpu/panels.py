@@ -111,7 +111,7 @@ def pack(weight: Weight) -> Weight:
     assert size & (size - 1) == 0 or size >= weight.shape[1], "sums are scaled so many inputs at a time, or cut so"
     in_words = weight.code is not None and weight.dtype == torch.bfloat16 and multiplies_pairs()
     if weight.zeros is not None and not in_words and weight.scales.view(torch.int32).bitwise_and(15).any():
-        weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (number_kinds.Int4)
+        weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (scaled_kinds.Int4)
     beside = [weight.scales * WORTH[weight.numbers.dtype]]
     if weight.zeros is not None:
         beside.append(weight.zeros.float())

@@ -9,8 +9,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.elements import BFLOAT16, FLOAT16, SHORT
-from kernels.cpu.number_kinds import FLOATS, HALVES, INT, WORDS, load, number
 from kernels.cpu.panels import LANES
+from kernels.cpu.vectors import FLOATS, HALVES, INT, WORDS, load, number
 
 SHORTS = ir.VectorType(SHORT, LANES)
 
