@@ -17,8 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from kernels.cpu.panels import multiplies_and_adds
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
+from tests.transformers_reference import load, random_model, save, save_tokenizer
 
 holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 
@@ -197,6 +201,17 @@ def nvfp4(weight: Tensor, _generator: torch.Generator, *, is_modelopts: bool = T
     return {"weight_packed": octets, **beside, "input_global_scale": torch.ones(1)}, dense.flatten(1)
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 80,  # two blocks and a half
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+Q = "model.layers.0.self_attn.q_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 GROUPED = f"int8 in groups of {GROUP}"
@@ -360,3 +375,18 @@ def pack_experts(directory: Path) -> dict[str, Tensor]:
     save_file(tensors, file, metadata={"format": "pt"})
     state_config(directory, MXFP4)
     return dense
+
+
+def save_dense(directory: Path) -> Path:
+    """A small dense checkpoint of SHAPE, to be quantized."""
+    save(random_model(AutoConfig.for_model("llama", **SHAPE)), directory)
+    save_tokenizer(directory, SHAPE["vocab_size"])
+    return directory
+
+
+def refusal(directory: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(ModelSource(model=str(directory), **options))
+    message = str(caught.value)
+    assert "\n" not in message and ";" in message, message
+    return message

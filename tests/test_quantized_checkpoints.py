@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,9 @@ from tests.quantized_checkpoints import (
     INT4,
     LAYOUTS,
     PACKED,
+    SHAPE,
     Layout,
+    Q,
     compressed,
     fields,
     holds_8_bits,
@@ -52,22 +52,13 @@ from tests.quantized_checkpoints import (
     int32,
     per_output,
     quantize_checkpoint,
+    refusal,
+    save_dense,
     state_config,
 )
 from tests.recurrent_families import DELTA_NET
-from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
+from tests.transformers_reference import CPU, load, random_model, save
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 80,  # two blocks and a half
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-Q = "model.layers.0.self_attn.q_proj"
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [3]}]
 
 
@@ -75,10 +66,7 @@ PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [3]}]
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small dense checkpoint; do not change it."""
 
-    directory = tmp_path_factory.mktemp("dense")
-    save(random_model(AutoConfig.for_model("llama", **SHAPE)), directory)
-    save_tokenizer(directory, SHAPE["vocab_size"])
-    return directory
+    return save_dense(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture
@@ -98,14 +86,6 @@ def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
             *((layer.mlp, name) for name in ("gate_up_proj", "down_proj")),
         )
     }
-
-
-def refusal(directory: Path, **options: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        load(ModelSource(model=str(directory), **options))
-    message = str(caught.value)
-    assert "\n" not in message and ";" in message, message
-    return message
 
 
 @holds_8_bits
@@ -581,90 +561,6 @@ def test_inputs_that_share_a_scale_stay_in_one_rank(checkpoint: Path) -> None:
         load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=Shard(rank=0, size=2))
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
-ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
-
-
-@pytest.mark.parametrize(
-    ("config", "got"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "got {'quant_method': 'bitsandbytes'}"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "got {'quant_method': 'gptq', 'bits': 3}"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'}"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt': 'e5m2'}"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'quant_algo': 'W4A8_AWQ'}"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'quant_algo': 'NVFP4'}"),
-        (compressed("mixed-precision", num_bits=4, type="float"), "'format': 'mixed-precision'}"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'format': 'pack-quantized'}"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "got {'quant_method': 'gptq', 'bits': 4}"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "got {'quant_method': 'fp8'}"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "got {'quant_method': 'fp8'}"),
-        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "got {'quant_method': 'compressed-tensors'}"),
-        (
-            compressed("pack-quantized", **INT4) | {"transform_config": ROTATED},
-            "'transform_config': {'config_groups': {'u':",
-        ),
-        ({}, "got {}"),
-    ],
-)
-def test_a_quantization_that_is_not_read_is_named_with_the_ways_out(
-    config: dict[str, Any], got: str, checkpoint: Path
-) -> None:
-    state_config(checkpoint, {"note": "stated", **config})
-    edit_tensors(checkpoint, lambda tensors: tensors.update({"x.qweight": torch.ones(2, dtype=torch.int32)}))
-    message = refusal(checkpoint)
-    assert message.startswith(f"quantization_config of model.model={checkpoint} must be one of fp8, compressed-tensors")
-    assert got in message and message.endswith("model.quantization=fp8 holds in 8 bits")
-
-
-def broken(checkpoint: Path, layout: str, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
-    quantize_checkpoint(checkpoint, LAYOUTS[layout])
-    edit_tensors(checkpoint, change)
-    return refusal(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("layout", "change", "message"),
-    [
-        ("ModelOpt's NVFP4", {"weight_scale_2": None}, "lacks its weight_scale_2"),
-        (
-            "ModelOpt's NVFP4",
-            {"weight_scale_2": torch.ones(4)},
-            r"must have one scale beside those of groups, got \[4\]",
-        ),
-        (
-            "ModelOpt's NVFP4",
-            {"weight_scale": torch.ones(64, 4)},
-            r"scales \(F8_E4M3\) of 16 inputs each, got U8 and F32",
-        ),
-        (
-            "ModelOpt's NVFP4",
-            {"weight": torch.ones(64, 32).to(torch.int8)},
-            r"must hold bytes \(U8\) .*, got I8 and F8",
-        ),
-        ("nvfp4-pack-quantized", {"weight_scale": torch.ones(64, 2).to(FLOAT8)}, r"must have shape \[64, 4\], .* got"),
-        ("nvfp4-pack-quantized", {"weight_global_scale": torch.zeros(1)}, "must have finite scales below 128"),
-        (
-            "ModelOpt's NVFP4",
-            {"weight_scale": torch.full((64, 4), -1.0).to(FLOAT8)},
-            "of groups of at least 0, got -1;",
-        ),
-    ],
-)
-def test_what_is_no_nvfp4_is_told(
-    layout: str, change: dict[str, Tensor | None], message: str, checkpoint: Path
-) -> None:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        for part, tensor in change.items():
-            del tensors[f"{Q}.{part}"]
-            if tensor is not None:
-                tensors[f"{Q}.{part}"] = tensor
-
-    assert re.search(message, broken(checkpoint, layout, edit))
-
-
 def test_an_fp4_is_exact_but_that_groups_of_less_than_2_to_the_minus_24_are_0() -> None:
     codes = torch.arange(80, dtype=torch.uint8).remainder(16).repeat(2, 1)
     block_scales = torch.tensor([[1.875, 2.0**-9, 0.0, 2.0**-24, 1.875 * 2.0**-25], [0.0, 1.0, 0.0, 0.0, 1.5]])
@@ -685,121 +581,6 @@ def test_an_nvfp4_whose_scales_are_all_0_is_0_whatever_they_are_multiplied_by(ch
     edit_tensors(checkpoint, change)
     tensors = dict(read_tensors(ModelSource(model=str(checkpoint))))
     assert not tensors[f"{Q}.weight"][...].any()
-
-
-@holds_8_bits
-def test_reciprocals_of_scales_are_told(checkpoint: Path) -> None:
-    message = broken(checkpoint, "FBGEMM", lambda t: t[f"{Q}.weight_scale"].reciprocal_())
-    assert f"{Q} must have finite scales below 128" in message and "reciprocals" in message
-
-
-@holds_8_bits
-def test_numbers_that_are_none_are_told(checkpoint: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{Q}.weight"].view(torch.uint8)[3, 4] = 0x7F
-
-    assert f"{Q}.weight must hold finite numbers" in broken(checkpoint, "FBGEMM", change)
-
-
-@pytest.mark.parametrize(
-    ("layout", "change", "said"),
-    [
-        ("GPTQ", lambda t: t.pop(f"{Q}.qzeros"), f"{Q} lacks its qzeros; download the checkpoint again"),
-        (
-            "GPTQ",
-            lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1].clone()}),
-            f"{Q}.scales must have shape [2, 64], as its quantization_config says, got [1, 64]",
-        ),
-        (
-            "GPTQ",
-            lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:1].clone()}),
-            f"{Q}.qzeros must have shape [2, 8], as its quantization_config says, got [1, 8]",
-        ),
-        (
-            "GPTQ, inputs in any order",
-            lambda t: t[f"{Q}.g_idx"].fill_(5),
-            f"{Q} must name one of 2 groups for each of 64 inputs, got 64 of up to 5",
-        ),
-        (
-            "pack-quantized, 4 bits",
-            lambda t: t.update({f"{Q}.weight_scale": torch.ones(1)}),
-            f"{Q}.weight_scale must have shape [64, 2], as its quantization_config says, got [1]",
-        ),
-        (
-            "AWQ",
-            lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
-            f"{Q}.qweight must hold words (I32), got F32; download the checkpoint again",
-        ),
-        (
-            "AWQ",
-            lambda t: t.update({f"{Q}.scales": torch.ones(64)}),
-            f"{Q}.scales must have shape [2, 64], as its quantization_config says, got [64]",
-        ),
-        (
-            "FBGEMM",
-            lambda t: t.update({f"{Q}.weight_scale": torch.ones(2)}),
-            f"{Q}.weight must have a scale per tensor, output, block or group as its quantization_config says, got "
-            "scales of shape [2]",
-        ),
-        (
-            "FBGEMM",
-            lambda t: [t.pop(name) for name in list(t) if name.endswith("_scale")],
-            "_proj.weight must hold weights, got F8_E4M3 without the scales and the quantization_config that would say",
-        ),
-        (
-            "FBGEMM",
-            lambda t: t.update({f"{Q}.weight_scale": torch.ones(3, 1)}),
-            "got scales of shape [3, 1] for [64, 64]",
-        ),
-        (
-            "int-quantized",
-            lambda t: t[f"{Q}.weight_zero_point"].fill_(3),
-            f"{Q}.weight must have no zero points; choose a checkpoint quantized symmetrically",
-        ),
-        (
-            "int-quantized",
-            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(FLOAT8)}),
-            f"{Q}.weight must hold torch.int8, got torch.float8_e4m3fn",
-        ),
-        (
-            "FBGEMM",
-            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:32].clone(), f"{Q}.weight_scale": torch.ones(1)}),
-            f"{Q}.weight must have shape [64, 64] by its config.json, got [32, 64]",
-        ),
-        ("FBGEMM", lambda t: t.pop("model.layers.1.mlp.down_proj.weight"), "missing: model.layers.1.mlp.down_proj"),
-    ],
-)
-def test_a_broken_checkpoint_is_refused_with_the_tensor(
-    layout: str, change: Callable[[dict[str, torch.Tensor]], object], said: str, checkpoint: Path
-) -> None:
-    assert said in broken(checkpoint, layout, change)
-
-
-def test_numbers_of_8_bits_with_zero_points_may_not_fit(checkpoint: Path) -> None:
-    def pack(weight: torch.Tensor, generator: torch.Generator) -> Any:
-        own = fields(weight, generator, bits=8, has_zeros=True)
-        zeros = torch.full_like(own.zeros, 200)
-        tensors = {
-            "qweight": in_words(own.numbers, 8).T.contiguous(),
-            "qzeros": in_words(zeros.T - 1, 8),
-            "scales": own.scales.T.contiguous(),
-        }
-        return tensors, weight
-
-    quantize_checkpoint(checkpoint, Layout(pack=pack, config={**GPTQ, "bits": 8}, held=None))
-    message = refusal(checkpoint)
-    assert "must hold numbers that int8 holds, got -" in message and "symmetrically, or to 4 bits" in message
-
-
-@holds_8_bits
-def test_parts_that_are_multiplied_together_are_quantized_alike(checkpoint: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{Q}.weight_scale"]
-        tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].float()
-
-    message = broken(checkpoint, "FBGEMM", change)
-    assert message.startswith(f"model.model={checkpoint}: self_attn.q_proj and self_attn.k_proj and ")
-    assert "must be quantized alike, got self_attn.q_proj dense, self_attn.k_proj fp8, self_attn.v_proj fp8" in message
 
 
 def test_the_start_asks_layers_of_each_kind_of_weights(checkpoint: Path) -> None:
