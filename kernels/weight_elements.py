@@ -59,7 +59,7 @@ def as_factors(numbers, dtype: tl.constexpr, READING: tl.constexpr):
         # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
         words = (numbers.to(tl.int32) << 20) & -0x78100000
         numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    elif dtype == tl.bfloat16:  # a float8 by pairs; straight it would be one by one, and slow
+    elif numbers.dtype == tl.float8e4nv and dtype == tl.bfloat16:  # by pairs; straight it would be one by one, and slow
         numbers = numbers.to(tl.float32)
     return numbers.to(dtype)
 
