@@ -214,7 +214,13 @@ def test_every_pass_has_the_logits_of_a_rewrite(
     assert [one.drafted for one in passes] == [logits.argmax(dim=-1).tolist() for logits in exact]
 
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 32}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
+}
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"num_speculative_tokens": 6, "speculative_token_tree": "dynamic"}
 

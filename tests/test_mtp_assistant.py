@@ -199,11 +199,14 @@ def test_every_whole_step_drafts_and_accepts_what_it_does_in_parts(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "length"), [({"num_speculative_tokens": 2}, 34), (TREES["dynamic"], 9)], ids=["chain", "tree"]
+    ("drafts", "length", "num_blocks"),
+    [({"num_speculative_tokens": 2}, 34, None), (TREES["dynamic"], 9, 64)],
+    ids=["chain", "tree"],
 )
 def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     drafts: dict[str, Any],
     length: int,  # of a prompt; the longer one is computed in chunks, of which the first yields nothing
+    num_blocks: int | None,  # None: as many as the largest steps leave room for, which are run to see
     written: Any,
     emulated_gpu: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
@@ -213,7 +216,8 @@ def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     found = written("shared", "clusters")
     prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (length, 0)))]
     params = [replace(GREEDY, max_tokens=9), replace(SAMPLED, max_tokens=7)]
-    options = {**OPTIONS, "batch_invariant": False, "max_num_seqs": 2, "speculative_config": method_of(found, **drafts)}
+    options = {**OPTIONS, "batch_invariant": False, "max_num_seqs": 2, "num_gpu_blocks_override": num_blocks}
+    options["speculative_config"] = method_of(found, **drafts)
     (expected, on_cpu), (requests, on_gpu) = (
         complete(LLM(str(found.target), **{**options, "device": device}), prompts, params) for device in ("cpu", "cuda")
     )

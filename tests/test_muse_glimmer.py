@@ -54,7 +54,13 @@ ASSISTANT: dict[str, Any] = {
     "target_layer_ids": [0, 2],
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 32}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
+}
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"num_speculative_tokens": 6, "speculative_token_tree": "dynamic"}
 
