@@ -41,7 +41,7 @@ SMALL = {
     "architecture": {"vocab_size": VOCAB_SIZE, "eos_token_id": 5},
     "max_num_seqs": 512,  # few large steps
     "max_num_batched_tokens": 6000,
-    "num_gpu_blocks_override": 2049,
+    "num_gpu_blocks_override": 1025,
 }
 PROMPT = {"prompt_token_ids": [0, 1, 2, 3, 0, 1, 2, 4, 0, 1]}
 NUM_REQUESTS = 1000
