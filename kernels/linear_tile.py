@@ -37,9 +37,8 @@ def add_step(
     elements,  # [FEATURES, n]
     x,  # [TOKENS, BLOCK_K]
     block_scale_ptrs,  # [FEATURES, 1], of the step's first, or None
-    scale_ptrs,  # [FEATURES], of the first group if STEP_GROUPS
-    zero_ptrs,  # [FEATURES], of the first group, or None
-    group,  # of the step
+    scales,  # [FEATURES], of the step's group if STEP_GROUPS
+    zeros,  # [FEATURES], of the step's group
     STEP_GROUPS: tl.constexpr,
     READING: tl.constexpr,
 ):
@@ -47,10 +46,7 @@ def add_step(
     if STEP_GROUPS:
         own = tl.zeros_like(sums)
     if READING == "int4":
-        zeros = tl.full((1, 1), ZERO, tl.int8)
-        if zero_ptrs is not None:
-            zeros = tl.load(zero_ptrs + group)[:, None]
-        factors = int4_as_factors(elements, zeros, x.dtype)
+        factors = int4_as_factors(elements, zeros[:, None], x.dtype)
     elif READING == "fp4":
         octets = tl.load(block_scale_ptrs + tl.arange(0, x.shape[1] // FP4_GROUP)[None, :])
         factors = fp4_as_factors(elements, octets, x.dtype)
@@ -58,8 +54,20 @@ def add_step(
         factors = as_factors(elements, x.dtype, READING)
     own = tl.dot(factors, tl.trans(x), own, input_precision="ieee")
     if STEP_GROUPS:
-        own = sums + own * tl.load(scale_ptrs + group)[:, None]
+        own = sums + own * scales[:, None]
     return own
+
+
+@triton.jit
+def load_group(scale_ptrs, zero_ptrs, group, FEATURES: tl.constexpr, STEP_GROUPS: tl.constexpr):
+    """Scales, if STEP_GROUPS, and zero points of a group [FEATURES]; pointers of the first one's."""
+    scales = tl.zeros((FEATURES,), tl.float32)
+    zeros = tl.full((FEATURES,), ZERO, tl.int8)
+    if STEP_GROUPS:
+        scales = tl.load(scale_ptrs + group)
+    if zero_ptrs is not None:
+        zeros = tl.load(zero_ptrs + group)
+    return scales, zeros
 
 
 @triton.jit
@@ -96,13 +104,20 @@ def sum_tile(
         sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
         up_sums = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
         begin = split * split_width
+        group = begin // group_size
+        scales, zeros = load_group(row_scales, row_zeros, group, FEATURES, STEP_GROUPS)
+        own_up_scales, own_up_zeros = load_group(up_scales, up_zeros, group, FEATURES, STEP_GROUPS)
         for start in range(begin, tl.minimum(begin + split_width, in_features), BLOCK_K):
             if EVEN_K:
                 x = tl.load(x_ptrs + start, mask=is_token, other=0.0)
             else:
                 is_input = is_token & (start + tl.arange(0, BLOCK_K) < in_features)[None, :]
                 x = tl.load(x_ptrs + start, mask=is_input, other=0.0)
-            place, group = start, start // group_size
+            # What memory has of a group is asked for a step before it is needed.
+            group = tl.minimum(start + BLOCK_K, in_features - 1) // group_size
+            next_scales, next_zeros = load_group(row_scales, row_zeros, group, FEATURES, STEP_GROUPS)
+            next_up_scales, next_up_zeros = load_group(up_scales, up_zeros, group, FEATURES, STEP_GROUPS)
+            place = start
             block_scales, up_scales_of_blocks = row_block_scales, up_block_scales
             if PER_ELEMENT > 1:
                 place = tl.multiple_of(start // PER_ELEMENT, BLOCK_K // PER_ELEMENT)
@@ -110,12 +125,13 @@ def sum_tile(
                 block = tl.multiple_of(start // FP4_GROUP, BLOCK_K // FP4_GROUP)
                 block_scales, up_scales_of_blocks = row_block_scales + block, up_block_scales + block
             weight = load_columns(row_ptrs + places, place, in_features // PER_ELEMENT, EVEN_K)
-            sums = add_step(sums, weight, x, block_scales, row_scales, row_zeros, group, STEP_GROUPS, READING)
+            sums = add_step(sums, weight, x, block_scales, scales, zeros, STEP_GROUPS, READING)
             if GATED:
                 up = load_columns(row_ptrs + up_distance + places, place, in_features // PER_ELEMENT, EVEN_K)
                 up_sums = add_step(
-                    up_sums, up, x, up_scales_of_blocks, up_scales, up_zeros, group, STEP_GROUPS, READING
+                    up_sums, up, x, up_scales_of_blocks, own_up_scales, own_up_zeros, STEP_GROUPS, READING
                 )
+            scales, zeros, own_up_scales, own_up_zeros = next_scales, next_zeros, next_up_scales, next_up_zeros
         total += sums
         up_total += up_sums
     return total, up_total
