@@ -62,6 +62,7 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
         factors, part_steps = a.room + a.room_bytes * thread, a.steps
         room = factors + (PART_BYTES if widens else 0)
         used_bytes = 4 * width * times if widens else step_bytes
+        share = (step_bytes + times * num_turns - 1) // (times * num_turns)  # of a step, that one of it asks for
         # Where sums are scaled, how many at once decides their bits: not the number of rows, which decides the parts.
         span = a.steps if crosses_groups else min(a.group_steps, scaled_steps) if scales_sums else a.group_steps
         if widens or num_turns > 1:
@@ -89,30 +90,17 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
                     out = place + (line * first if is_result or is_cut else 0)
                     # One turn asks for what it will read itself, of several each for a share of the part behind.
                     ahead = w + (AHEAD if num_turns == 1 else steps * step_bytes * (num_turns + turn) // num_turns)
-                    share, done = (step_bytes + times * num_turns - 1) // (times * num_turns), 0
+                    done = 0
                     while done < steps:
                         at, group = begin + done, (begin + done) // a.group_steps
                         n = min(span - at % span, steps - done)
+                        count = n * times
                         start, shift = (out, line) if at else (a.nothing, 0)
                         x, p = a.x + first * row_bytes + at * a.row_step_bytes, (factors if widens else w)
                         p, asked = p + done * used_bytes, ahead + done * times * share
                         s32, s8 = scales + (0 if has_blocks else scale_bytes * group), blocks + block_bytes * group
                         add_products(
-                            used,
-                            vectors,
-                            rows,
-                            n * times,
-                            out,
-                            line,
-                            start,
-                            shift,
-                            x,
-                            row_bytes,
-                            p,
-                            s32,
-                            s8,
-                            asked,
-                            share,
+                            used, vectors, rows, count, out, line, start, shift, x, row_bytes, p, s32, s8, asked, share
                         )
                         done += n
                     if begin + steps == a.steps and not is_result:
