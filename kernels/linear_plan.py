@@ -111,6 +111,7 @@ def rows_of_each_kind(
     number_bits: int | None = None,
     group_size: int | None = None,
     of_experts: bool = False,
+    capacity: int = HOPPERS,
 ) -> set[int]:
     """Numbers of rows that have such a product computed by every kind of program there is for it.
 
@@ -128,6 +129,7 @@ def rows_of_each_kind(
             number_bits=number_bits,
             group_size=group_size,
             of_experts=of_experts,
+            capacity=capacity,
         )
         kinds.setdefault((plan.tokens, plan.is_spread, plan.features), num_rows)
     return set(kinds.values())

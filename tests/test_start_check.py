@@ -97,16 +97,22 @@ def test_a_product_is_asked_once_whatever_families_launch_it(engines: Engines, m
 @given(
     st.integers(1, 40_000),
     st.integers(1, 20_000),
-    st.sampled_from([(2, None, None), (4, None, None), (2, 8, None), (2, 8, 128), (2, 4, 128)]),
+    st.sampled_from([(2, None, None), (4, None, None), (2, 8, None), (2, 8, 128), (2, 4, 128), (2, 4, None)]),
     st.booleans(),
     st.integers(1, 1_100),
+    st.sampled_from([99, 163, 227]),
 )
 def test_every_kind_of_program_is_asked(
-    out_features: int, in_features: int, numbers: tuple[int, int | None, int | None], gated: bool, num_rows: int
+    out_features: int,
+    in_features: int,
+    numbers: tuple[int, int | None, int | None],
+    gated: bool,
+    num_rows: int,
+    kilobytes: int,  # of an Ada's shared memory, an Ampere's and a Hopper's
 ) -> None:
     """Tiles of 32 and 64 tokens were not, which most batches have."""
     names = ("element_size", "number_bits", "group_size")
-    kind: dict[str, Any] = {**dict(zip(names, numbers, strict=True)), "gated": gated}
+    kind: dict[str, Any] = {**dict(zip(names, numbers, strict=True)), "gated": gated, "capacity": kilobytes * 1024}
 
     def program(count: int) -> tuple[int, bool, int]:
         plan = plan_linear(count, out_features, in_features, **kind)

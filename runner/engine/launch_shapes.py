@@ -14,6 +14,7 @@ from kernels.linear_plan import rows_of_each_kind
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference.linear import rows_keep_their_bits
 from kernels.reference.paged_attention import places_keep_their_bits
+from kernels.shared_memory import shared_memory
 from runner.engine.asked_products import AskedProduct, asked_products
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.backend import is_compiled, runs_kernels
@@ -300,6 +301,7 @@ def _rows_agree(
             number_bits=weight.number_bits if isinstance(weight, QuantizedWeight) else None,
             group_size=weight.shared_columns if isinstance(weight, QuantizedWeight) else None,
             of_experts=of_experts,
+            capacity=shared_memory(weight.device),
         )
     counts = {min(count * of_rows, max(count, MOST_ROWS_OF_EXPERTS)) for count in counts}
     first = weights[0]
