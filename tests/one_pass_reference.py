@@ -40,6 +40,14 @@ SHAPE: dict[str, Any] = {
 }
 PROMPTS = [{"prompt_token_ids": [(7 * i + 5 * j) % VOCAB_SIZE for j in range(3 + 11 * i)]} for i in range(4)]
 PARAMS = [SamplingParams(temperature=0.0, max_tokens=33 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+# Of engines whose steps on a CPU and on an emulated GPU are compared.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
+}
 # The prompts come in chunks, and the blocks are too few for all requests.
 TIGHT: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 29, "num_gpu_blocks_override": 7}
 

@@ -13,3 +13,8 @@ def assert_error_is_torchs(out: Tensor, by_torch: Tensor, exact: Tensor) -> None
     error, error_of_torch = ((values.double() - exact).abs().max().item() for values in (out.cpu(), by_torch))
     assert out.dtype == by_torch.dtype and out.shape == by_torch.shape
     assert error <= 2 * error_of_torch + ulp
+
+
+def roundings_of(in_features: int) -> float:
+    """By how much of the largest exact one sums of so many float32 products may be off."""
+    return 2 * in_features**0.5 * torch.finfo(torch.float32).eps

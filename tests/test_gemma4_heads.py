@@ -37,19 +37,12 @@ from tests.gemma4_head_reference import (
     eagle3_shapes,
     save_target,
 )
-from tests.one_pass_reference import Target, context_of, passes_of_a_run
+from tests.one_pass_reference import OPTIONS, Target, context_of, passes_of_a_run
 from tests.test_dflash import ZLAB, reference_rows, states_behind
 from tests.test_dflash import tensors as plain_tensors
 from tests.test_whole_steps import GREEDY, SAMPLED, VOCAB_SIZE, Traffic, assert_same_steps, play
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64
 
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
-}
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"num_speculative_tokens": 6, "speculative_token_tree": "dynamic", "tree_depth": 3, "tree_top_k": 2}
 HEADS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {

@@ -24,7 +24,7 @@ from runner.engine.errors import UserError
 from runner.llm import LLM
 from tests.conftest import complete
 from tests.emulated_device import EmulatedDevice
-from tests.one_pass_reference import MASK, SHAPE, Target, context_of, passes_of_a_run
+from tests.one_pass_reference import MASK, OPTIONS, SHAPE, Target, context_of, passes_of_a_run
 from tests.test_dflash import inside, norm, rotate, save_head, with_, without
 from tests.test_whole_steps import GREEDY, SAMPLED, VOCAB_SIZE, Traffic, assert_same_steps, play
 from tests.transformers_reference import (
@@ -214,13 +214,6 @@ def test_every_pass_has_the_logits_of_a_rewrite(
     assert [one.drafted for one in passes] == [logits.argmax(dim=-1).tolist() for logits in exact]
 
 
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
-}
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"num_speculative_tokens": 6, "speculative_token_tree": "dynamic"}
 

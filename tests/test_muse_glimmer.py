@@ -22,7 +22,7 @@ from runner.llm import LLM
 from tests.conftest import complete
 from tests.edit_tensors import edit_tensors
 from tests.emulated_device import EmulatedDevice
-from tests.one_pass_reference import SHAPE, Target, passes_of_a_run
+from tests.one_pass_reference import OPTIONS, SHAPE, Target, passes_of_a_run
 from tests.test_whole_steps import GREEDY, SAMPLED, VOCAB_SIZE, Traffic, assert_same_steps, play
 from tests.transformers_reference import (
     KeepFloat64,
@@ -53,13 +53,6 @@ ASSISTANT: dict[str, Any] = {
     "mask_token_id": MASK,
     "target_layer_ids": [0, 2],
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-}
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "num_gpu_blocks_override": 64,  # a GPU would run its largest steps to find how many
 }
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"num_speculative_tokens": 6, "speculative_token_tree": "dynamic"}

@@ -43,6 +43,7 @@ from runner.trace import RequestTraces
 from tests.conftest import Engines
 from tests.other_families import GEMMA
 from tests.product_bits import assert_panels_of_every_width_agree, multiply_no_pairs
+from tests.product_errors import roundings_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 THREADS = [1, 2, 3]
@@ -107,8 +108,7 @@ def test_linear_from_panels(num_threads: int, dtype: torch.dtype) -> None:
         x = randn(130, in_features, dtype=dtype, seed=2)
         together = linear_from_panels(x, panels, bias, out_dtype=torch.float32)
         exact = x.double() @ weight.double().T + bias.double()
-        roundings = 2 * in_features**0.5 * torch.finfo(torch.float32).eps
-        assert (together - exact).abs().max() <= roundings * exact.abs().max()
+        assert (together - exact).abs().max() <= roundings_of(in_features) * exact.abs().max()
         assert torch.equal(linear_from_panels(x, panels, bias), together.to(dtype))
         assert torch.equal(linear_from_panels(x, panels, out_dtype=torch.float32) + bias.float(), together)
         lying_apart = torch.nn.functional.pad(x, (0, 6), value=torch.nan)[:, :in_features]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kernels.cpu.panels import multiplies_and_adds, multiplies_pairs, pack, unpack
 from kernels.quantized_weight import FLOAT8, QuantizedWeight
 from tests.product_bits import assert_panels_of_every_width_agree
+from tests.product_errors import roundings_of
 from tests.test_quantized_weight import randn, random_weight
 from tests.test_weights_in_4_bits import random_codes
 
@@ -27,11 +28,6 @@ MAKE: dict[str, Callable[..., QuantizedWeight]] = {
     "fp4": lambda *shape, **kind: random_codes(*shape, "fp4", **kind),
 }
 of_every_kind = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-
-
-def roundings_of(in_features: int) -> float:
-    """As tests/test_row_invariance.py has them."""
-    return 2 * in_features**0.5 * torch.finfo(torch.float32).eps
 
 
 @of_every_kind

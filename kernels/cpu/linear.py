@@ -49,7 +49,8 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
     """
     width, own = LANES * vectors, KINDS[kind]
     used, scales_sums, has_blocks = wide_kind(kind) if widens else kind, own.scales_sums, own.has_blocks
-    scale_bytes, block_bytes = 4 * width * (1 + own.has_zeros), width * has_blocks  # of a group
+    # From group to group. Where these have blocks there is one scale of them all.
+    scale_bytes, block_bytes = (0, width) if has_blocks else (4 * width * (1 + own.has_zeros), 0)
     crosses_groups = widens and not scales_sums  # factors that scales are in
     turn_rows = KINDS[used].turn_rows
     times, scaled_steps = own.step_inputs // KINDS[used].step_inputs, SCALED_INPUTS // own.step_inputs
@@ -74,7 +75,7 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
             column, columns = panel * width, min(width, a.out_features - panel * width)
             is_result = a.are_float32 and not a.bias and columns == width  # what is added up
             place, line = (a.out + 4 * column, 4 * a.out_features) if is_result else (room, 4 * width)
-            scales = a.scales + scale_bytes * panel * (1 if has_blocks else num_groups)
+            scales = a.scales + (4 * width * panel if has_blocks else scale_bytes * panel * num_groups)
             blocks, begin = a.block_scales + block_bytes * panel * num_groups, 0
             while begin < a.steps:
                 steps = min(part_steps, a.steps - begin)
@@ -82,7 +83,7 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
                 if widens:
                     for step in range(steps):
                         group = (begin + step) // a.group_steps
-                        s32, s8 = scales + (0 if has_blocks else scale_bytes * group), blocks + block_bytes * group
+                        s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
                         widen(kind, vectors, factors + used_bytes * step, w + step * step_bytes, s32, s8)
                 for turn in range(num_turns):
                     first = a.num_rows * turn // num_turns
@@ -98,7 +99,7 @@ def products(kind: int, vectors: int, widens: bool) -> Kernel:
                         start, shift = (out, line) if at else (a.nothing, 0)
                         x, p = a.x + first * row_bytes + at * a.row_step_bytes, (factors if widens else w)
                         p, asked = p + done * used_bytes, ahead + done * times * share
-                        s32, s8 = scales + (0 if has_blocks else scale_bytes * group), blocks + block_bytes * group
+                        s32, s8 = scales + scale_bytes * group, blocks + block_bytes * group
                         add_products(
                             used, vectors, rows, count, out, line, start, shift, x, row_bytes, p, s32, s8, asked, share
                         )
