@@ -217,14 +217,13 @@ def _launch(
     activation: Activation = "silu",
 ) -> Tensor:
     held = weights if isinstance(weights, ExpertsInMemory) else ExpertsInMemory.of(weights)
-    numbers, scales, zeros, block_scales, bits, group_size, reading = held.first
-    num_places, num_experts, in_features = len(routing.rows), held.num_experts, x.shape[1]
+    numbers, scales, zeros, block_scales, in_features, bits, group_size, reading = held.first
+    num_places, num_experts = len(routing.rows), held.num_experts
     weight_rows = len(numbers)
     out_features = weight_rows // (1 + gated)
     assert len(routing.starts) == num_experts + 1 and weight_rows == (1 + gated) * out_features
     assert len(x) == (num_places if rows is None else len(routing.places))
-    assert numbers.shape[1] * 8 * numbers.element_size() == in_features * bits
-    assert x.stride(1) == 1 and x.dtype == held.dtype
+    assert x.shape[1] == in_features and x.stride(1) == 1 and x.dtype == held.dtype
     assert biases is None or (biases.shape == (num_experts, weight_rows) and biases.is_contiguous())
     out = torch.empty(num_places, out_features, dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -73,7 +73,7 @@ def linear_of_heads_kernel(
         GATED=False,
         EVEN_K=EVEN_K,
         STEP_GROUPS=False,
-        READING="numbers",
+        READING="dense",
         BLOCK_K=BLOCK_K,
     )
     out_ptrs = out_ptr + head * out_head_stride + tokens.to(tl.int64)[None, :] * out_row_stride + features[:, None]

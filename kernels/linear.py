@@ -222,7 +222,7 @@ def _launch(
 ) -> None:
     (num_rows, in_features), out_features = x.shape, out.shape[-1]
     gated, leaves = weight.shape[0] == 2 * out_features, out.dim() == 3
-    numbers, scales, zeros, block_scales, _, group_size, reading = held
+    numbers, scales, zeros, block_scales, _, _, group_size, reading = held
     assert weight.shape == ((1 + gated) * out_features, in_features) and numbers.is_contiguous()
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())

@@ -12,8 +12,8 @@ from math import gcd
 
 from kernels.shared_memory import HOPPERS
 
-LINE = 128  # bytes of a row of tokens that a step reads, a cache line; of a weight in 8 bits it reads half as many
-CODES = 128  # columns of a step of codes of 4 bits, for 16 bits and Hopper's registers: 64 bytes of a weight row
+LINE = 128  # bytes of a row of tokens that a step reads, a cache line
+LONG = 128  # columns of a step of quantized weights, for 16 bits and Hopper's registers: at most a line of a weight row
 FEATURES = 64  # weight rows of a tile: the M of wgmma
 PROGRAMS = 192  # a weight with fewer tiles is cut along in_features, until it has as many programs
 MIN_STEPS = 8  # steps of a partial sum, at least
@@ -25,7 +25,7 @@ MOST_TOKENS = 256  # of a tile: up to as many rows read one dense weight once
 WIDE_PROGRAMS = 128  # tiles of that kind that are programs enough
 MOST_SPREAD_TILES = PROGRAMS - 1  # of the others
 
-# Bytes of shared memory of a program, so far as the GPU has them: two to an SM, one, and one with MOST_TOKENS.
+# Bytes of shared memory of a program, so far as the GPU has them: two to an SM, one, and one with the largest steps.
 SHARED, WIDE_SHARED, WIDEST_SHARED = 96 * 1024, 160 * 1024, 200 * 1024
 MAX_STAGES = 8
 MOST_ROWS = 8192  # of a launch, so far as rows_of_each_kind looks
@@ -61,15 +61,16 @@ def plan_linear(
 ) -> LinearPlan:
     """For [num_rows, in_features] by [out_features, in_features], or twice as many weight rows if gated."""
     has_tensor_cores = element_size == 2  # float32 sums by plain multiply-adds, and would run out of registers
-    is_long = number_bits == 4 and has_tensor_cores and capacity >= HOPPERS
-    block_k = CODES if is_long else LINE // element_size
+    is_quantized = number_bits is not None and number_bits <= 8
+    is_long = is_quantized and has_tensor_cores and capacity >= HOPPERS
+    block_k = LONG if is_long else LINE // element_size
     block_k = gcd(block_k, group_size or block_k)
     steps, splits = -(-in_features // block_k), 1
     while not gated and -(-out_features // FEATURES) * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
     # Of two weights with scales along the sum a large tile's sums, and those of a step, do not fit registers; nor do
-    # the factors of two weights in codes, which older GPUs' instructions hold there all at once.
-    is_crowded = gated and (group_size is not None or (number_bits == 4 and not is_long))
+    # the factors of two quantized weights, which older GPUs' instructions hold there all at once.
+    is_crowded = gated and (group_size is not None or (is_quantized and not is_long))
     row_bits = 8 * element_size
     grows_late = of_experts or (number_bits or row_bits) < row_bits
     is_wide = has_tensor_cores and not is_crowded and num_rows > (LATE_WIDE_ROWS if grows_late else WIDE_ROWS)
@@ -79,7 +80,7 @@ def plan_linear(
     is_widest = is_wide and not grows_late and num_rows <= MOST_TOKENS
     if is_widest:
         tokens, features = MOST_TOKENS, FEATURES if gated else features
-    shared = min(WIDEST_SHARED if is_widest else WIDE_SHARED if is_wide else SHARED, capacity)
+    shared = WIDEST_SHARED if is_widest or (is_wide and gated and is_long) else WIDE_SHARED if is_wide else SHARED
     num_tiles = -(-out_features // features) * -(-num_rows // tokens)
     weight_bits = 4.5 if number_bits == 4 else number_bits or row_bits  # with an fp4's block scales
     step_bytes = int(block_k * (features * (1 + gated) * weight_bits + tokens * row_bits)) // 8
@@ -93,7 +94,7 @@ def plan_linear(
         features=features,
         num_tiles=num_tiles,
         num_warps=4 * (1 + is_wide),
-        num_stages=min(shared // step_bytes, MAX_STAGES),
+        num_stages=min(min(shared, capacity) // step_bytes, MAX_STAGES),
     )
 
 

@@ -11,7 +11,13 @@ from kernels import quantized_weight
 from kernels.partial_sums import scale_and_add
 from kernels.reference import act_and_mul
 from kernels.tanh import gelu_power, tanh
-from kernels.weight_elements import as_factors, fp4_as_factors, int4_as_factors, numbers_per_element
+from kernels.weight_elements import (
+    fp4_as_factors,
+    fp8_as_factors,
+    int4_as_factors,
+    int8_as_factors,
+    numbers_per_element,
+)
 
 FP4_GROUP: tl.constexpr = tl.constexpr(quantized_weight.FP4_GROUP)
 ZERO: tl.constexpr = tl.constexpr(quantized_weight.ZERO)
@@ -50,8 +56,12 @@ def add_step(
     elif READING == "fp4":
         octets = tl.load(block_scale_ptrs + tl.arange(0, x.shape[1] // FP4_GROUP)[None, :])
         factors = fp4_as_factors(elements, octets, x.dtype)
+    elif READING == "int8":
+        factors = int8_as_factors(elements, x.dtype)
+    elif READING == "fp8":
+        factors = fp8_as_factors(elements, x.dtype)
     else:
-        factors = as_factors(elements, x.dtype, READING)
+        factors = elements
     own = tl.dot(factors, tl.trans(x), own, input_precision="ieee")
     if STEP_GROUPS:
         own = sums + own * scales[:, None]
@@ -98,6 +108,9 @@ def sum_tile(
     TOKENS: tl.constexpr = x_ptrs.shape[0]
     PER_ELEMENT: tl.constexpr = numbers_per_element(READING)
     places = tl.arange(0, BLOCK_K // PER_ELEMENT)[None, :]
+    num_elements = in_features
+    if PER_ELEMENT > 1:
+        num_elements = tl.cdiv(in_features, 4 * PER_ELEMENT) * 4  # of whole spans
     total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     up_total = tl.zeros((FEATURES, TOKENS), dtype=tl.float32)
     for split in range(first_split, first_split + num_splits):
@@ -124,10 +137,10 @@ def sum_tile(
             if READING == "fp4":
                 block = tl.multiple_of(start // FP4_GROUP, BLOCK_K // FP4_GROUP)
                 block_scales, up_scales_of_blocks = row_block_scales + block, up_block_scales + block
-            weight = load_columns(row_ptrs + places, place, in_features // PER_ELEMENT, EVEN_K)
+            weight = load_columns(row_ptrs + places, place, num_elements, EVEN_K)
             sums = add_step(sums, weight, x, block_scales, scales, zeros, STEP_GROUPS, READING)
             if GATED:
-                up = load_columns(row_ptrs + up_distance + places, place, in_features // PER_ELEMENT, EVEN_K)
+                up = load_columns(row_ptrs + up_distance + places, place, num_elements, EVEN_K)
                 up_sums = add_step(
                     up_sums, up, x, up_scales_of_blocks, own_up_scales, own_up_zeros, STEP_GROUPS, READING
                 )

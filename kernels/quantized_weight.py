@@ -6,48 +6,62 @@ that of the weights that the numbers and scales stand for. A scale serves the in
 4 bits hold a code, which stands for a whole number, so a weight has the same products as one that holds these in 8.
 An fp4's groups have scales of 8 bits, and each output one of 32 beside them. A number times the former is exact in
 every dtype that rows have: kernels multiply by it before they add up, whatever the groups, and by the latter behind.
+
+Kernels of a GPU read numbers and codes in words (kernels/words.py). Those of a CPU have panels, which are made of a
+weight that holds them as they come, of codes two to an octet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinities
-Code = Literal["int4", "fp4"]  # its number is the code less a zero point; twice that of a float of OCP's type E2M1
+from kernels import words
+from kernels.words import Kind
+
+FLOAT8 = torch.float8_e4m3fn  # an fp8: 4 bits of exponent, 3 of mantissa, no infinities
+# An int4's number is its code less a zero point; an fp4's twice that of a float of OCP's type E2M1.
+CODES = ("int4", "fp4")
+DTYPES: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": FLOAT8, "int4": torch.uint8, "fp4": torch.uint8}
 ZERO = 8  # of an int4 whose weight states none
 FP4_GROUP = 16  # inputs of an fp4 that share a scale of 8 bits; of MXFP4 twice as many share equal ones
 FP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # by their codes
-SPAN = 32  # inputs whose codes lie in SPAN / 2 bytes, as pack_codes says
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 ROWS_AT_ONCE = 4096  # that are quantized, in float32
-LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}  # numbers of each type that weights are held in
+LARGEST: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # numbers of those that any weight can be held in
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
     """A weight [out_features, in_features]."""
 
-    numbers: Tensor  # [out_features, in_features] int8 or float8_e4m3fn; of codes [out_features, in_features / 2] uint8
+    kind: Kind
+    in_features: int
+    # [out_features, in_features] int8 or float8_e4m3fn; of codes [out_features, in_features / 2] uint8, the first of
+    # two in the lower bits; in words [out_features, words] int32.
+    numbers: Tensor
     scales: Tensor  # [out_features, groups] float32; of an fp4 [out_features, 1]
     group_size: int  # inputs that share a scale, of an fp4 FP4_GROUP; the last group may have fewer
     dtype: torch.dtype  # of the rows that it multiplies
-    code: Code | None = None
     zeros: Tensor | None = None  # [out_features, groups] int8: zero points of an int4; None: all are ZERO
     # [out_features, block_columns] uint8, of an fp4: as block_scales_of reads them, nothing behind the last group's.
     block_scales: Tensor | None = None
+    is_in_words: bool = False
 
     @property
     def shape(self) -> torch.Size:
-        out_features, columns = self.numbers.shape
-        return torch.Size((out_features, columns if self.code is None else 2 * columns))
+        return torch.Size((len(self.numbers), self.in_features))
 
     @property
     def device(self) -> torch.device:
         return self.numbers.device
+
+    @property
+    def has_codes(self) -> bool:
+        return self.kind in CODES
 
     @property
     def has_zeros(self) -> bool:
@@ -55,7 +69,7 @@ class QuantizedWeight:
 
     @property
     def number_bits(self) -> int:
-        return 8 if self.code is None else 4
+        return 4 if self.has_codes else 8
 
     @property
     def shared_columns(self) -> int | None:
@@ -73,14 +87,35 @@ class QuantizedWeight:
         parts: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors.items()}
         return replace(self, **parts)
 
-    def in_8_bits(self) -> QuantizedWeight:
-        """The same numbers: of codes what they stand for."""
-        if self.code is None:
+    def spread(self) -> Tensor:
+        """[out_features, in_features] of DTYPES: the numbers, or codes, one to a place."""
+        if self.is_in_words:
+            return words.spread(self.numbers, self.kind, self.in_features)
+        return codes_side_by_side(self.numbers) if self.has_codes else self.numbers
+
+    def hold(self, spread: Tensor) -> None:
+        """Have these numbers, or codes, on its device, in place of its own, which are as many."""
+        if self.is_in_words:
+            self.numbers.copy_(words.in_words(spread, self.kind))
+        else:
+            self.numbers.copy_(spread[:, ::2] | spread[:, 1::2] << 4 if self.has_codes else spread)
+
+    def in_words(self) -> QuantizedWeight:
+        """The same weight as kernels of a GPU read it."""
+        if self.is_in_words:
             return self
-        numbers, scales = numbers_of(unpack_codes(self.numbers), self.code, self.zeros, self.group_size), self.scales
+        return replace(self, numbers=words.in_words(self.spread(), self.kind), is_in_words=True)
+
+    def in_8_bits(self) -> QuantizedWeight:
+        """The same numbers, not in words: of codes what they stand for."""
+        if not self.has_codes:
+            return replace(self, numbers=self.spread(), is_in_words=False)
+        numbers, scales = numbers_of(self.spread(), self.kind, self.zeros, self.group_size), self.scales
         if self.block_scales is not None:
-            scales = scales * block_scales_of(self.block_scales[:, : self.shape[1] // FP4_GROUP])
-        return replace(self, numbers=numbers, scales=scales, code=None, zeros=None, block_scales=None)
+            scales = scales * block_scales_of(self.block_scales[:, : self.in_features // FP4_GROUP])
+        return replace(
+            self, kind="int8", numbers=numbers, scales=scales, zeros=None, block_scales=None, is_in_words=False
+        )
 
     def exact(self) -> Tensor:
         """[out_features, in_features] float32, each number times its scale."""
@@ -92,9 +127,16 @@ class QuantizedWeight:
         return self.exact().to(self.dtype)
 
 
-def numbers_of(codes: Tensor, code: Code, zeros: Tensor | None, group_size: int) -> Tensor:
+def empty_numbers(kind: Kind, out_features: int, in_features: int, *, in_words: bool) -> Tensor:
+    """As QuantizedWeight.numbers has them, on the default device."""
+    if in_words:
+        return torch.empty(out_features, words.num_words(kind, in_features), dtype=torch.int32)
+    return torch.empty(out_features, in_features // 2 if kind in CODES else in_features, dtype=DTYPES[kind])
+
+
+def numbers_of(codes: Tensor, kind: Kind, zeros: Tensor | None, group_size: int) -> Tensor:
     """[out_features, in_features], codes and the int8 that they stand for."""
-    if code == "fp4":
+    if kind == "fp4":
         return torch.tensor(FP4_NUMBERS, dtype=torch.int8, device=codes.device)[codes.int()]
     if zeros is not None and zeros.shape[1] > 1:
         zeros = zeros.repeat_interleave(group_size, dim=1)[:, : codes.shape[1]]
@@ -119,31 +161,16 @@ def block_columns(in_features: int) -> int:
     return -(-in_features // FP4_GROUP // 16) * 16
 
 
-def pack_codes(codes: Tensor) -> Tensor:
-    """[rows, in_features] -> [rows, in_features / 2], both uint8: of a span four words, which begin with the lowest.
-
-    In words the codes are taken apart two at a time, from both halves. Of the four a half has the one that lies v
-    above the lowest is that of input 8 v + 2 w of the span, w of the word, and the next input's lies in the other half.
-    """
-    octets = codes.reshape(len(codes), -1, 2, 2, 4, 2).permute(0, 1, 4, 5, 2, 3)  # spans, words, halves, v in octets
-    return (octets[..., 0] | octets[..., 1] << 4).flatten(1)
-
-
-def unpack_codes(packed: Tensor) -> Tensor:
-    """[rows, in_features / 2] -> [rows, in_features], both uint8."""
-    octets = packed.reshape(len(packed), -1, 4, 2, 2)
-    return torch.stack((octets & 15, octets >> 4), dim=-1).permute(0, 1, 4, 5, 2, 3).flatten(1)
-
-
 def codes_side_by_side(octets: Tensor) -> Tensor:
     """[rows, ...] -> [rows, 2 * columns], both uint8: the codes in the lower and in the higher bits of each."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 
-def fits_codes(code: Code, in_features: int, group_size: int) -> bool:
+def fits_codes(kind: Kind, in_features: int, group_size: int) -> bool:
     """Whether a weight's codes can be held in 4 bits: no span has an end, or a group of an int4 one within."""
-    fits_groups = group_size == FP4_GROUP if code == "fp4" else group_size % SPAN == 0 or group_size >= in_features
-    return in_features % SPAN == 0 and fits_groups
+    span = words.INPUTS[kind]
+    fits_groups = group_size == FP4_GROUP if kind == "fp4" else group_size % span == 0 or group_size >= in_features
+    return in_features % span == 0 and fits_groups
 
 
 def expand(numbers: Tensor, scales: Tensor, group_size: int) -> Tensor:
@@ -158,18 +185,20 @@ def num_groups(in_features: int, group_size: int) -> int:
     return -(-in_features // group_size)
 
 
-def quantize(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """To numbers of `dtype`, with a scale for each output: its largest weight becomes the largest number, the others go
-    to the nearest.
+def quantize(weight: Tensor, kind: Kind) -> QuantizedWeight:
+    """To one of LARGEST, with a scale for each output: its largest weight becomes the largest number, the others go to
+    the nearest.
     """
-    out_features, in_features = weight.shape
-    numbers = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    (out_features, in_features), largest_number = weight.shape, LARGEST[kind]
+    numbers = torch.empty(weight.shape, dtype=DTYPES[kind], device=weight.device)
     scales = torch.empty(out_features, 1, device=weight.device)
     for start in range(0, out_features, ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         exact = weight[rows].float()
         largest = exact.abs().amax(dim=1, keepdim=True)
-        scales[rows] = torch.where(largest > 0, (largest / LARGEST[dtype]).clamp_(min=SMALLEST_SCALE), 1.0)
-        scaled = (exact / scales[rows]).clamp_(-LARGEST[dtype], LARGEST[dtype])
-        numbers[rows] = (scaled if dtype == FLOAT8 else scaled.round_()).to(dtype)
-    return QuantizedWeight(numbers=numbers, scales=scales, group_size=in_features, dtype=weight.dtype)
+        scales[rows] = torch.where(largest > 0, (largest / largest_number).clamp_(min=SMALLEST_SCALE), 1.0)
+        scaled = (exact / scales[rows]).clamp_(-largest_number, largest_number)
+        numbers[rows] = (scaled if kind == "fp8" else scaled.round_()).to(DTYPES[kind])
+    return QuantizedWeight(
+        kind=kind, in_features=in_features, numbers=numbers, scales=scales, group_size=in_features, dtype=weight.dtype
+    )

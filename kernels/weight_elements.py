@@ -1,10 +1,9 @@
-"""What the elements of a weight are to a kernel: numbers, the bits of a float8, or words of eight codes."""
+"""What the elements of a weight are to a kernel: numbers of the rows' dtype, or words of quantized ones."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,56 +11,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels import words
+from kernels.quantized_weight import QuantizedWeight
+
+INT8_ZERO: tl.constexpr = tl.constexpr(words.INT8_ZERO)
 
 
 class Elements(NamedTuple):
     """A weight as kernels read it."""
 
-    numbers: Tensor  # [out_features, in_features]; of codes [out_features, in_features / 8] int32
+    numbers: Tensor  # [out_features, in_features]; of a quantized one [out_features, words] int32
     scales: Tensor | None  # [out_features, groups]
     zeros: Tensor | None  # [out_features, groups]
     block_scales: Tensor | None  # [out_features, block_columns]
+    in_features: int
     bits: int  # of a number
     group_size: int | None  # columns that share a scale, or None where all do
-    reading: str  # numbers, float8 bits (in int8), or a code of kernels/quantized_weight.py
+    reading: str  # dense, or QuantizedWeight.kind
 
 
 def take_apart(weight: Tensor | QuantizedWeight) -> Elements:
     if not isinstance(weight, QuantizedWeight):
-        return Elements(weight, None, None, None, 8 * weight.element_size(), None, "numbers")
+        return Elements(weight, None, None, None, weight.shape[1], 8 * weight.element_size(), None, "dense")
     assert all(part.is_contiguous() for part in weight.tensors.values()) and weight.scales.dtype == torch.float32
-    numbers: Tensor = weight.numbers
-    reading: str = weight.code or "numbers"
-    if weight.code is not None:
-        numbers = numbers.view(torch.int32)
-    if numbers.dtype == FLOAT8 and not converts_float8(numbers.device):
-        numbers, reading = numbers.view(torch.int8), "float8 bits"
-    scales, zeros, block_scales = weight.scales, weight.zeros, weight.block_scales
-    return Elements(numbers, scales, zeros, block_scales, weight.number_bits, weight.shared_columns, reading)
-
-
-@cache
-def converts_float8(device: torch.device) -> bool:
-    """Whether the device has instructions for it; Triton knows the type on no other GPU."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    assert weight.is_in_words, "kernels of a GPU read no other order"
+    parts = (weight.numbers, weight.scales, weight.zeros, weight.block_scales)
+    return Elements(*parts, weight.in_features, weight.number_bits, weight.shared_columns, weight.kind)
 
 
 @triton.constexpr_function
 def numbers_per_element(reading):
-    return 8 if reading in ("int4", "fp4") else 1
+    return {"dense": 1, "int8": 4, "fp8": 4, "int4": 8, "fp4": 8}[reading]
 
 
 @triton.jit
-def as_factors(numbers, dtype: tl.constexpr, READING: tl.constexpr):
-    """Numbers of 8 bits in the dtype of the rows, which holds them exactly."""
-    if READING == "float8 bits":
-        # Exponent and mantissa at a float32's places, whose exponents count from 120 further below.
-        words = (numbers.to(tl.int32) << 20) & -0x78100000
-        numbers = words.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    elif numbers.dtype == tl.float8e4nv and dtype == tl.bfloat16:  # by pairs; straight it would be one by one, and slow
-        numbers = numbers.to(tl.float32)
-    return numbers.to(dtype)
+def halves(pairs, dtype: tl.constexpr):
+    """[...] int32 -> [..., 2]: numbers whose 16 bits are the lower and the higher half."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(dtype, bitcast=True)
+
+
+@triton.jit
+def numbers_in_pairs(first, second):
+    """[FEATURES, n] int32, twice -> [FEATURES, n / 4, 2, 4]: of words of 8 bits the pairs, in the order of inputs."""
+    pairs = tl.reshape(tl.join(first, second), (first.shape[0], first.shape[1] // 4, 4, 2))
+    return tl.permute(pairs, (0, 1, 3, 2))
+
+
+@triton.jit
+def int8_as_factors(words, dtype: tl.constexpr):
+    """[FEATURES, n] words -> [FEATURES, 4 n], exactly.
+
+    A number becomes the last bits of a float, which counts them in its smallest unit, and takes no conversion: they are
+    slow. That of a bfloat16 is so small that one of its numbers is too small to bring it to 1.
+    """
+    pairs = numbers_in_pairs(words, words >> 8) & 0x00FF00FF
+    if dtype == tl.float32:
+        numbers = tl.join(pairs & 0xFF, pairs >> 16) | 0x4B000000
+        factors = numbers.to(dtype, bitcast=True) - (8388608.0 + INT8_ZERO)
+    else:
+        LARGE: tl.constexpr = 32768.0 if dtype == tl.float16 else 170141183460469231731687303715884105728.0
+        REST: tl.constexpr = 512.0 if dtype == tl.float16 else 64.0
+        factors = halves(pairs, dtype) * LARGE * REST - INT8_ZERO
+    return tl.reshape(factors, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def fp8_as_factors(words, dtype: tl.constexpr):
+    """[FEATURES, n] words -> [FEATURES, 4 n], exactly: bfloat16 whose exponents count from 120 further below, times
+    what they lack, or such float16, from 8.
+    """
+    second = (words << 4) & -0x7F0F7F10 | (words >> 4) & 0x07000700
+    pairs = numbers_in_pairs(words & -0x780F7810, second)
+    MISSING: tl.constexpr = 1329227995784915872903807060280344576.0
+    if dtype == tl.float16:
+        factors = halves(pairs & -0x7FFF8000 | (pairs & 0x07F007F0) << 3, dtype) * 256.0
+    elif dtype == tl.float32:
+        factors = tl.join(pairs << 16, pairs & -0x10000).to(dtype, bitcast=True) * MISSING
+    else:
+        factors = halves(pairs, dtype) * MISSING
+    return tl.reshape(factors, (words.shape[0], 4 * words.shape[1]))
 
 
 @triton.jit
@@ -69,13 +97,7 @@ def codes_in_pairs(words):
     """[FEATURES, n] -> [FEATURES, n / 4, 2, 2, 4], both int32: the codes of neighbours, from bits 0 and 16."""
     quarters = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12)) & 0x000F000F
     spans = tl.reshape(quarters, (words.shape[0], words.shape[1] // 4, 4, 2, 2))
-    return tl.permute(spans, (0, 1, 3, 4, 2))  # as pack_codes has them: two bits of v, then words
-
-
-@triton.jit
-def halves(pairs, dtype: tl.constexpr):
-    """[...] int32 -> [..., 2]: numbers whose 16 bits are the lower and the higher half."""
-    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(dtype, bitcast=True)
+    return tl.permute(spans, (0, 1, 3, 4, 2))  # two bits of v, then words (kernels/words.py)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class Kernel:
         return f"{self.module}.{self.name}({self.signature}, {dict(self.constants)}, {dict(self.options)})"
 
 
-BITS = {"bf16": 16, "fp8e4nv": 8, "i8": 8, "int4": 4, "fp4": 4}  # of a weight's numbers
+BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}  # of a weight's numbers
 
 
 def linear_kernel(
@@ -54,7 +54,7 @@ def linear_kernel(
     gated: bool,
     out: str,
     capability: int,
-    held: str = "bf16",  # the weight's numbers; a code's name: codes
+    held: str = "bf16",  # or as QuantizedWeight.kind
     has_zeros: bool = False,
     group_size: int | None = None,  # columns that share a scale; None: all do
     activation: str = "silu",
@@ -63,7 +63,7 @@ def linear_kernel(
     rows: str = "bf16",  # or fp32
 ) -> Kernel:
     """A product as kernels/linear.py launches it, without a bias."""
-    is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
+    is_quantized = held != "bf16"
     plan = plan_linear(
         num_rows,
         out_features,
@@ -74,8 +74,7 @@ def linear_kernel(
         group_size=group_size,
         capacity=SHARED_MEMORY[capability],
     )
-    takes_bits = held == "fp8e4nv" and capability < 89
-    element = "i32" if is_code else "i8" if takes_bits else held
+    element = "i32" if is_quantized else held
     scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
     scales += " *u8:16" if held == "fp4" else ""
     adds_up = plan.is_spread and not leaves
@@ -101,7 +100,7 @@ def linear_kernel(
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
             "STEP_GROUPS": plan.step_groups,
-            "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
+            "READING": held if is_quantized else "dense",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -124,7 +123,7 @@ def linear_of_experts_kernel(
     has_bias: bool = False,
 ) -> Kernel:
     """A bfloat16 product of experts as kernels/experts_linear.py launches it."""
-    is_quantized, is_code = held != "bf16", held in ("int4", "fp4")
+    is_quantized = held != "bf16"
     plan = plan_linear(
         -(-num_places // num_experts),
         out_features,
@@ -136,8 +135,7 @@ def linear_of_experts_kernel(
         of_experts=True,
         capacity=SHARED_MEMORY[capability],
     )
-    takes_bits = held == "fp8e4nv" and capability < 89
-    element = "i32" if is_code else "i8" if takes_bits else held
+    element = "i32" if is_quantized else held
     pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{element}:16"]
     pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*u8:16"] * (held == "fp4")]
     pointers += [*["*bf16:16"] * has_bias, "*bf16:16"]
@@ -159,7 +157,7 @@ def linear_of_experts_kernel(
             "FEATURES": plan.features,
             "BLOCK_K": plan.block_k,
             "STEP_GROUPS": plan.step_groups,
-            "READING": held if is_code else "float8 bits" if takes_bits else "numbers",
+            "READING": held if is_quantized else "dense",
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -543,7 +541,7 @@ TABLE = [
             (64, (4096, 14336), False),
             (1088, (14336, 4096), True),
         )
-        for held, group_size in (("fp8e4nv", None), ("fp8e4nv", 128), ("i8", None), ("i8", 32))
+        for held, group_size in (("fp8", None), ("fp8", 128), ("int8", None), ("int8", 32))
     ),
     *(  # and in 4 bits, with zero points as AWQ's and without
         linear_kernel(
@@ -571,15 +569,15 @@ TABLE = [
         )
         for held, group_size in (("fp4", None), ("int4", 128))
     ),
-    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8e4nv"),
-    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="i8", group_size=128),
+    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8"),
+    linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="int8", group_size=128),
     Kernel(
         module="kernels.linear",
         name="linear_kernel",
         signature="*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32",
         constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "block_scales_ptr", "partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "STEP_GROUPS": False}
-        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "numbers"}
+        | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "dense"}
         | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
@@ -601,7 +599,7 @@ TABLE = [
         linear_of_experts_kernel(8, *shape, gated=gated, capability=capability, held=held, group_size=group_size)
         for capability in (80, 90)
         for shape, gated in (((768, 2048), True), ((2048, 768), False))
-        for held, group_size in (("bf16", None), ("fp8e4nv", 128), ("i8", None))
+        for held, group_size in (("bf16", None), ("fp8", 128), ("int8", None))
         if (capability, held) != (90, "bf16")
     ),
     *(  # Qwen3-30B-A3B's in AWQ
@@ -638,7 +636,7 @@ TABLE = [
         for capability in (80, 90)
     ),
     linear_of_experts_kernel(  # of four ranks, which halve its groups and cut spans: in 8 bits
-        4, 2880, 720, gated=False, capability=90, held="i8", group_size=16, num_experts=32, has_bias=True
+        4, 2880, 720, gated=False, capability=90, held="int8", group_size=16, num_experts=32, has_bias=True
     ),
     # What turns queries into latents and latents into values, GLM-4.7-Flash's in every tile; and DeepSeek-V3's.
     *(linear_of_heads_kernel(num_rows, 512, 192, capability=90) for num_rows in (1, 17, 33, 65, 513)),

@@ -87,7 +87,7 @@ def test_mxfp4_is_held_in_4_bits(dense: Path) -> None:
     stacks = pack_experts(dense)
     loaded = load(ModelSource(model=str(dense)))
     assert loaded.held == "fp4"
-    assert all(isinstance(own, QuantizedWeight) and own.code == "fp4" for own in mixtures(loaded)[1].gate_up_projs)
+    assert all(isinstance(own, QuantizedWeight) and own.kind == "fp4" for own in mixtures(loaded)[1].gate_up_projs)
     assert_stand_for(loaded, stacks)
 
 

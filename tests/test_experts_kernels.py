@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear_plan
-from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule, Scores
+from kernels.words import Kind
 from tests.emulated_device import EmulatedDevice
 from tests.no_readback import NoReadback
 from tests.product_errors import assert_error_is_torchs
@@ -22,7 +23,6 @@ from tests.test_quantized_weight import on, random_weight
 ops = pytest.importorskip("kernels.experts")
 products = pytest.importorskip("kernels.experts_linear")
 linears = pytest.importorskip("kernels.linear")
-weight_elements = pytest.importorskip("kernels.weight_elements")
 
 
 def logits_of(num_rows: int, num_experts: int, *, seed: int = 0) -> Tensor:
@@ -223,7 +223,7 @@ def quantized_experts(
     num_experts: int,
     out_features: int,
     in_features: int,
-    kind: torch.dtype,
+    kind: Kind,
     group_size: int | None,
     device: torch.device,
 ) -> list[QuantizedWeight]:
@@ -233,21 +233,11 @@ def quantized_experts(
     return [whole.rows(slice(expert * out_features, (expert + 1) * out_features)) for expert in range(num_experts)]
 
 
-@pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
 @pytest.mark.parametrize("group_size", [None, 32])
-@pytest.mark.parametrize("kind", [torch.int8, FLOAT8], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_weights_in_8_bits_are_multiplied_by(
-    kernel_device: torch.device,
-    small_cuts: None,
-    kind: torch.dtype,
-    group_size: int | None,
-    from_bits: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kernel_device: torch.device, small_cuts: None, kind: Kind, group_size: int | None
 ) -> None:
-    if from_bits:
-        if kind != FLOAT8:
-            pytest.skip("an int8 is read in one way")
-        monkeypatch.setattr(weight_elements, "converts_float8", lambda device: False)
     routing = to_experts(CASES["many"], 5)
     there, x = to(kernel_device, routing), normal(39, 101, dtype=torch.float32)
     weights = quantized_experts(5, 2 * 35, 101, kind, group_size, kernel_device)

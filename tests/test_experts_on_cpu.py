@@ -15,10 +15,11 @@ from kernels.cpu.experts_linear import PanelsOfExperts, gated_linear_of_experts,
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
 from kernels.cpu.recording import Pool, recording
-from kernels.quantized_weight import FLOAT8, num_groups, quantize
+from kernels.quantized_weight import num_groups, quantize
 from kernels.reference import experts as reference
 from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule, Scores
+from kernels.words import Kind
 from runner.engine.experts import split_rows
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
@@ -98,10 +99,10 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others(scores: Scores) -> N
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])  # the last of experts with biases
 @pytest.mark.parametrize("shape", [(1, 4, 2), (5, 7, 3), (20, 3, 2), (40, 2, 1)], ids=str)  # rows, experts, choices
-@pytest.mark.parametrize("held", [None, torch.int8, FLOAT8], ids=str)
+@pytest.mark.parametrize("held", [None, "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_results_are_those_of_each_places_expert(
-    dtype: torch.dtype, held: torch.dtype | None, shape: tuple[int, int, int], activation: Activation
+    dtype: torch.dtype, held: Kind | None, shape: tuple[int, int, int], activation: Activation
 ) -> None:
     num_rows, num_experts, choices = shape
     routing = routing_of(num_rows, num_experts, choices)
@@ -146,10 +147,10 @@ def test_a_place_has_the_bits_of_its_experts_product_of_it_alone(
     whole: Weight = dense
     biases = randn(num_experts, out_features, dtype=dtype, seed=5) if "biases" in held else None
     if held.startswith("int8"):
-        whole = quantize(dense, torch.int8)
+        whole = quantize(dense, "int8")
     elif held.startswith("float8"):
         groups = 1 + 0.1 * randn(len(dense), num_groups(in_features, 128)).abs()
-        whole = replace(quantize(dense, FLOAT8), scales=groups, group_size=128)
+        whole = replace(quantize(dense, "fp8"), scales=groups, group_size=128)
     weights = panels(whole, num_experts)
     for num_rows in (1, 90):
         routing = routing_of(num_rows, num_experts, 2)

@@ -132,7 +132,7 @@ def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, A
 def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: str, compiled: dict[str, Any]) -> None:
     """On Hopper: mma.sync, which Triton takes where the first operand is short, need not agree with wgmma in bits.
 
-    A step of 64 columns is four of them, one of codes eight and one of a group of 32 two; and nothing is copied before
+    A step of 64 columns is four of them, one of a quantized weight eight and one of a group of 32 two; and nothing is copied before
     the launch before has written it.
     """
     own = [kernel for kernel in KERNELS if kernel.name == product and kernel.signature.startswith("*bf16")]
@@ -148,8 +148,8 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         of_a_step = kernel.constants["BLOCK_K"] // 16
         assert products == [instruction] * of_a_step * (2 if kernel.constants.get("GATED") else 1), str(kernel)
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
-        has_codes = kernel.constants.get("READING") in ("int4", "fp4")
-        assert of_a_step == (8 if has_codes else 4) or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
+        is_dense = kernel.constants.get("READING", "dense") == "dense"
+        assert of_a_step == (4 if is_dense else 8) or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

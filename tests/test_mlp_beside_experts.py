@@ -242,7 +242,7 @@ def test_quantized_are_the_products_of_both_and_the_router_stays_dense(theirs: T
     assert layer.mlp.products_per_row == whole
     rows = theirs.rows(torch.float32)
     exact = behind_attention(layer, rows, None)
-    layer.mlp.convert(lambda weight: quantize(unpack(weight), torch.int8))
+    layer.mlp.convert(lambda weight: quantize(unpack(weight), "int8"))
     assert isinstance(layer.mlp, MLPBesideExperts) and isinstance(layer.mlp.experts.router, Tensor)
     assert all(isinstance(weight, QuantizedWeight) for weight in layer.mlp.product_weights)
     error = (behind_attention(layer, rows, None) - exact).norm() / exact.norm()

@@ -51,8 +51,8 @@ def in_groups(weight: QuantizedWeight, group_size: int) -> QuantizedWeight:
 
 HELD: dict[str, Callable[[Tensor], Any] | None] = {
     "dense": None,
-    "a scale an output": lambda weight: quantize(weight, torch.int8),
-    "scales along the sum": lambda weight: in_groups(quantize(weight, torch.int8), 32),
+    "a scale an output": lambda weight: quantize(weight, "int8").in_words(),
+    "scales along the sum": lambda weight: in_groups(quantize(weight, "int8").in_words(), 32),
 }
 
 
@@ -157,7 +157,7 @@ def test_rows_of_an_8b_model_keep_their_bits_between_products(dtype: torch.dtype
         return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
     weights = there(hidden, inner, scale=inner**-0.5), there(hidden, hidden, scale=0.02), there(6144, hidden)
-    down, o, qkv = (quantize(weight, torch.int8) if is_quantized else weight for weight in weights)
+    down, o, qkv = (quantize(weight, "int8").in_words() if is_quantized else weight for weight in weights)
     norm, eps, head_norm, bias = there(hidden), EPS.cuda(), there(128), there(hidden)
     x, residual, table = there(count, inner), there(count, hidden, scale=20.0), torch.randn(count, 128, device="cuda")
     kinds = set()

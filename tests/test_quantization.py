@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.cpu.panels import Panels, multiplies_and_adds, unpack
-from kernels.quantized_weight import FLOAT8, quantize
+from kernels.quantized_weight import quantize
+from kernels.words import Kind
 from proposers.drafting.from_hidden_states import HeadProposer
 from runner.benchmarks import decoding
 from runner.cli.compose import Composer
@@ -44,7 +45,7 @@ from tests.test_losslessness import (
 
 pytestmark = pytest.mark.skipif(not multiplies_and_adds(), reason="this machine has no kernels for 8 bits")
 DRAFTERS = [name for name, keys in FIELDS.items() if "quantization" in keys]
-NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}
+NUMBERS: tuple[Kind, ...] = ("fp8", "int8")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 # How engines are asked for them: by the option, or for dummies of a quantized checkpoint.
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,13 +63,13 @@ def decoder_of(llm: LLM) -> Decoder:
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_layers_products_are_held_in_8_bits_and_nothing_else(numbers: str) -> None:
+def test_the_layers_products_are_held_in_8_bits_and_nothing_else(numbers: Kind) -> None:
     dense, held = LLM("tiny", device="cpu"), LLM("tiny", device="cpu", quantization=numbers)
     assert held.engine.target_info.held == numbers
     for layer, twin in zip(decoder_of(held).layers, decoder_of(dense).layers, strict=True):
         for weight, exact in zip(layer.product_weights, twin.product_weights, strict=True):
-            assert isinstance(weight, Panels) and weight.numbers.dtype == NUMBERS[numbers]
-            assert torch.equal(unpack(weight), quantize(unpack(exact), NUMBERS[numbers]).dense())
+            assert isinstance(weight, Panels) and weight.kind == numbers
+            assert torch.equal(unpack(weight), quantize(unpack(exact), numbers).dense())
     assert torch.equal(unpack(decoder_of(held).lm_head), unpack(decoder_of(dense).lm_head))
     assert torch.equal(decoder_of(held).embed_tokens, decoder_of(dense).embed_tokens)
     assert held.engine.target_info.num_weight_bytes < 0.4 * dense.engine.target_info.num_weight_bytes
@@ -80,8 +81,8 @@ def test_of_a_draft_the_head_is_held_in_8_bits_too() -> None:
     llm = LLM("tiny", device="cpu", speculative_config=method)
     draft, target = llm.engine.proposer.runner.model, decoder_of(llm)  # type: ignore[attr-defined]
     head = draft.lm_head
-    assert isinstance(head, Panels) and head.numbers.dtype == torch.int8
-    assert torch.equal(unpack(head), quantize(draft.embed_tokens, torch.int8).dense())
+    assert isinstance(head, Panels) and head.kind == "int8"
+    assert torch.equal(unpack(head), quantize(draft.embed_tokens, "int8").dense())
     assert target.layers[0].product_weights[0].dtype == torch.float32 and llm.engine.target_info.held is None
 
 
@@ -112,14 +113,14 @@ def test_all_that_a_drafter_multiplies_by_is_held_in_8_bits(method: str, engines
         return weight
 
     getattr(part, "model", part).convert(note)
-    assert found and all(weight.numbers.dtype == torch.int8 for weight in found)
+    assert found and all(weight.kind == "int8" for weight in found)
     head = unpack(decoder_of(llm).lm_head)
     has_other_head = method in (
         "eagle3",
         "medusa",
         "mlp_speculator",
     )  # drafts are the target's first layer, head and all
-    assert any(torch.equal(unpack(weight), quantize(head, torch.int8).dense()) for weight in found) != has_other_head
+    assert any(torch.equal(unpack(weight), quantize(head, "int8").dense()) for weight in found) != has_other_head
     assert decoder_of(llm).lm_head.numbers.dtype == torch.float32  # type: ignore[union-attr]
 
 
@@ -157,7 +158,7 @@ def quantized(request: pytest.FixtureRequest, engines: Engines) -> Quantized:
     held = llm.engine.target_info.held
     assert held is not None and held.startswith(request.param)
     weight = decoder_of(llm).layers[0].attention.qkv_proj.weight
-    assert isinstance(weight, Panels) and weight.code == ("int4" if request.param == "int4" else None)
+    assert isinstance(weight, Panels) and weight.kind == request.param
     return way, complete(llm, PROMPTS, PARAMS)[0]
 
 
@@ -224,7 +225,7 @@ def test_an_mtp_module_inside_a_target_is_found_however_both_are_held(layout: st
         llm = LLM(str(tmp_path), device="cpu", quantization="fp8", speculative_config=method)
         texts.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], use_tqdm=False)])
     assert texts[0] == texts[1]
-    assert llm.engine.proposer.head.projection.weight.numbers.dtype == torch.int8  # type: ignore[attr-defined]
+    assert llm.engine.proposer.head.projection.weight.kind == "int8"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

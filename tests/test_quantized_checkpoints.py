@@ -430,7 +430,7 @@ def test_what_no_kernel_takes_may_be_quantized_anew(checkpoint: Path) -> None:
     loaded = load(ModelSource(model=str(checkpoint), quantization="int8"))
     assert loaded.held == "int8" and isinstance(loaded.model, Decoder)
     weight = loaded.model.layers[0].attention.o_proj.weight
-    assert torch.equal(unpack(weight), quantize(expected["model.layers.0.self_attn.o_proj.weight"], torch.int8).dense())
+    assert torch.equal(unpack(weight), quantize(expected["model.layers.0.self_attn.o_proj.weight"], "int8").dense())
 
 
 @holds_8_bits

@@ -16,13 +16,14 @@ from torch import Tensor
 from kernels import linear_plan, quantized_weight
 from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.quantized_weight import (
-    FLOAT8,
+    DTYPES,
     LARGEST,
     QuantizedWeight,
     num_groups,
     quantize,
 )
 from kernels.reference.act_and_mul import act_and_mul
+from kernels.words import Kind
 from runner.engine.launch_shapes import _rows_agree
 from tests.product_bits import (
     FEW,
@@ -33,30 +34,32 @@ from tests.product_bits import (
 )
 from tests.product_errors import assert_error_is_torchs
 
-KINDS = [FLOAT8, torch.int8]
+KINDS: list[Kind] = ["fp8", "int8"]
 CODES = torch.arange(256, dtype=torch.uint8)
 
 
-def every_number(kind: torch.dtype, *shape: int) -> Tensor:
+def every_number(kind: Kind, *shape: int) -> Tensor:
     """Every finite number of the type in turns, of either sign, those below the smallest normal one included."""
-    codes = CODES.view(kind)
+    codes = CODES.view(DTYPES[kind])
     codes = codes[codes.float().isfinite()]
     return (
         codes.view(torch.uint8)
         .repeat(-(-shape[0] * shape[1] // len(codes)))[: shape[0] * shape[1]]
         .view(shape)
-        .view(kind)
+        .view(DTYPES[kind])
     )
 
 
 def random_weight(
-    out_features: int, in_features: int, kind: torch.dtype, *, group_size: int | None = None, dtype: torch.dtype
+    out_features: int, in_features: int, kind: Kind, *, group_size: int | None = None, dtype: torch.dtype
 ) -> QuantizedWeight:
     """Numbers of all sizes, scales that differ from group to group, products of order one."""
     generator = torch.Generator().manual_seed(0)
     size = group_size or in_features
     scales = torch.rand(out_features, num_groups(in_features, size), generator=generator) + 0.5
     return QuantizedWeight(
+        kind=kind,
+        in_features=in_features,
         numbers=every_number(kind, out_features, in_features),
         scales=scales / LARGEST[kind] / in_features**0.5,
         group_size=size,
@@ -68,18 +71,18 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     values=st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=1, max_size=40),
     size=st.sampled_from([1e-6, 1e-2, 1.0]),
 )
-def test_a_number_is_the_nearest_to_its_weight(kind: torch.dtype, values: list[float], size: float) -> None:
+def test_a_number_is_the_nearest_to_its_weight(kind: Kind, values: list[float], size: float) -> None:
     """No other number of the type, times the scale, is nearer; the largest weight becomes the largest number."""
     weight = torch.tensor([values]) * size
     found = quantize(weight, kind)
     numbers, scales = found.numbers, found.scales
-    assert numbers.dtype == kind and scales.shape == (1, 1)
-    every = CODES.view(kind).float()
+    assert numbers.dtype == DTYPES[kind] and scales.shape == (1, 1)
+    every = CODES.view(DTYPES[kind]).float()
     every = every[every.isfinite()].double() * scales.double()
     distances = (every.reshape(-1, 1) - weight.double()).abs()
     off = (numbers.double() * scales.double() - weight.double()).abs()
@@ -90,27 +93,27 @@ def test_a_number_is_the_nearest_to_its_weight(kind: torch.dtype, values: list[f
 
 def test_many_outputs_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = randn(50, 16, dtype=torch.bfloat16)
-    together = quantize(weight, torch.int8)
+    together = quantize(weight, "int8")
     monkeypatch.setattr(quantized_weight, "ROWS_AT_ONCE", 16)
-    apart = quantize(weight, torch.int8)
+    apart = quantize(weight, "int8")
     assert torch.equal(apart.numbers, together.numbers) and torch.equal(apart.scales, together.scales)
     assert torch.equal(apart.scales[:, 0], weight.float().abs().amax(dim=1) / 127)
 
 
 def test_weights_that_are_hardly_any_become_numbers() -> None:
-    found = quantize(torch.full((1, 4), 1e-44), FLOAT8)
+    found = quantize(torch.full((1, 4), 1e-44), "fp8")
     assert found.scales.gt(0).all() and found.dense().isfinite().all()
 
 
 def test_an_output_without_weights_has_a_scale_all_the_same() -> None:
-    found = quantize(torch.zeros(3, 4), torch.int8)
+    found = quantize(torch.zeros(3, 4), "int8")
     assert not found.numbers.any() and found.scales.eq(1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_multiplies_by_what_the_numbers_stand_for(
-    kind: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every bit the products of float32 rows with the expanded weight, in launches of any number of rows; where it
     multiplies no pairs of bfloat16."""
@@ -132,8 +135,8 @@ def test_a_cpu_multiplies_by_what_the_numbers_stand_for(
             assert torch.equal(linear(x[-count:], packed, bias, out_dtype=torch.float32), together[-count:]), count
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_panels_of_every_width_give_the_same_bits(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_panels_of_every_width_give_the_same_bits(kind: Kind) -> None:
     weight, x = random_weight(200, 96, kind, group_size=32, dtype=torch.float32), randn(9, 96, dtype=torch.float32)
     assert_panels_of_every_width_agree(weight, x)
 
@@ -149,28 +152,18 @@ def kernel() -> Any:
 
 
 def on(device: torch.device, weight: QuantizedWeight) -> QuantizedWeight:
+    """As kernels read it."""
+    weight = weight.in_words()
     parts: dict[str, Any] = {name: tensor.to(device) for name, tensor in weight.tensors.items()}
     return replace(weight, **parts)
 
 
-@pytest.mark.parametrize("from_bits", [False, True], ids=["", "float8 from its bits"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_kernel_multiplies_by_what_the_numbers_stand_for(
-    dtype: torch.dtype,
-    kind: torch.dtype,
-    from_bits: bool,
-    kernel: Any,
-    kernel_device: torch.device,
-    small_cuts: None,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, kind: Kind, kernel: Any, kernel_device: torch.device, small_cuts: None
 ) -> None:
-    """One scale to an output or several, sums in one part or two; float8 as Ampere reads it and as Hopper does."""
-    if from_bits:
-        if kind != FLOAT8:
-            pytest.skip("an int8 is read in one way")
-        weight_elements = pytest.importorskip("kernels.weight_elements")
-        monkeypatch.setattr(weight_elements, "converts_float8", lambda device: False)
+    """One scale to an output or several, sums in one part or two."""
     for num_rows, out_features, in_features, group_size in CASES:
         weight = random_weight(out_features, in_features, kind, group_size=group_size, dtype=dtype)
         x, bias = randn(num_rows, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=3)
@@ -191,7 +184,14 @@ def test_a_row_keeps_its_bits_in_company(
     powers = 2.0 ** torch.randint(-22, -16, (64, num_groups(96, group_size or 96)), generator=generator)
     weight = on(
         kernel_device,
-        QuantizedWeight(numbers=numbers, scales=powers, group_size=group_size or 96, dtype=torch.float32),
+        QuantizedWeight(
+            kind="int8",
+            in_features=96,
+            numbers=numbers,
+            scales=powers,
+            group_size=group_size or 96,
+            dtype=torch.float32,
+        ),
     )
     sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(32).repeat(2)[:96]
     rows = (torch.randint(-7, 8, (131, 96), generator=generator) * sizes).to(kernel_device)
@@ -226,6 +226,8 @@ def test_an_engine_asks_for_a_row_in_every_kind_of_program_of_a_weight_in_8_bits
         return {(plan.tokens, plan.is_spread, plan.features) for plan in plans}
 
     weight = QuantizedWeight(
+        kind="int8",
+        in_features=14336,
         numbers=torch.ones(1, 1, dtype=torch.int8).expand(4096, 14336),
         scales=torch.ones(1, 1).expand(4096, 1),
         group_size=14336,
@@ -233,13 +235,13 @@ def test_an_engine_asks_for_a_row_in_every_kind_of_program_of_a_weight_in_8_bits
     )
     assert _rows_agree(product, [weight])
     assert kinds(asked) == kinds(range(1, 4097))
-    assert len(kinds(asked)) == 6
+    assert len(kinds(asked)) == 5
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize(
     ("op", "out_features", "in_features"),
@@ -250,7 +252,7 @@ def test_rows_of_an_8b_model_keep_their_bits(
     out_features: int,
     in_features: int,
     group_size: int | None,
-    kind: torch.dtype,
+    kind: Kind,
     dtype: torch.dtype,
     kernel: Any,
 ) -> None:

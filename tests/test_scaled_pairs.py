@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu.panels import multiplies_and_adds, multiplies_pairs, pack, unpack
-from kernels.quantized_weight import FLOAT8, QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight
 from tests.product_bits import assert_panels_of_every_width_agree
 from tests.product_errors import roundings_of
 from tests.test_quantized_weight import randn, random_weight
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 MAKE: dict[str, Callable[..., QuantizedWeight]] = {
-    "int8": lambda *shape, **kind: random_weight(*shape, torch.int8, **kind),
-    "fp8": lambda *shape, **kind: random_weight(*shape, FLOAT8, **kind),
+    "int8": lambda *shape, **kind: random_weight(*shape, "int8", **kind),
+    "fp8": lambda *shape, **kind: random_weight(*shape, "fp8", **kind),
     "int4": lambda *shape, **kind: random_codes(*shape, "int4", **kind),
     "int4 with zero points": lambda *shape, **kind: random_codes(*shape, "int4", has_zeros=True, **kind),
     "fp4": lambda *shape, **kind: random_codes(*shape, "fp4", **kind),
@@ -64,7 +64,7 @@ def test_every_number_is_exact(make: Callable[..., Any]) -> None:
 def test_an_odd_number_of_inputs_has_a_product_too(in_features: int) -> None:
     from kernels.cpu.linear import linear
 
-    weight = random_weight(40, in_features, torch.int8, dtype=torch.bfloat16)
+    weight = random_weight(40, in_features, "int8", dtype=torch.bfloat16)
     x = randn(20, in_features, dtype=torch.bfloat16)
     exact = F.linear(x.double(), weight.exact().double())
     found = linear(x, pack(weight), out_dtype=torch.float32)

@@ -22,7 +22,6 @@ from runner.engine import loader, transformers_functions
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.engine.model_runner import ModelRunner
-from runner.engine.quantization import NUMBERS
 from runner.engine.transformers_attention import Launch, LayerAttention
 from runner.engine.transformers_functions import RowFunctions, keep_rows_in
 from runner.engine.transformers_model import ROUTERS, TransformersModel
@@ -168,7 +167,7 @@ def test_layers_in_8_bits_compute_what_the_weights_that_they_stand_for_give(fami
     is_gate = re.compile(r"\.(gate|router|shared_expert_gate)\.")
     assert {name for name, _ in dense.model.named_parameters() if is_gate.search(name)} <= left
     assert isinstance(twin.model, TransformersModel)
-    expanded = partial(quantize, dtype=NUMBERS[numbers])
+    expanded = partial(quantize, kind=numbers)
     take_products(twin.model.decoder, lambda weight: pack(unpack(expanded(unpack(weight)))), but=ROUTERS)
     sequences = random_sequences(VOCAB_SIZE, ((17, 5), (40, 4), (17, 4)))
     found = engine_logits(held, sequences)

@@ -14,7 +14,6 @@ from kernels.cpu.panels import can_pack, pack, tensors_of, unpack
 from kernels.quantized_weight import (
     FP4_GROUP,
     FP4_NUMBERS,
-    Code,
     QuantizedWeight,
     as_block_scales,
     block_columns,
@@ -22,10 +21,9 @@ from kernels.quantized_weight import (
     fits_codes,
     num_groups,
     numbers_of,
-    pack_codes,
-    unpack_codes,
 )
 from kernels.reference.act_and_mul import act_and_mul
+from kernels.words import Kind
 from tests.product_bits import (
     FEW,
     OF_AN_8B_MODEL,
@@ -36,14 +34,14 @@ from tests.product_bits import (
 from tests.product_errors import assert_error_is_torchs
 from tests.test_quantized_weight import on, randn
 
-KINDS: list[tuple[Code, bool]] = [("int4", False), ("int4", True), ("fp4", False)]  # and whether it has zero points
-of_every_kind = pytest.mark.parametrize(("code", "has_zeros"), KINDS, ids=["int4", "int4 with zero points", "fp4"])
+KINDS: list[tuple[Kind, bool]] = [("int4", False), ("int4", True), ("fp4", False)]  # and whether it has zero points
+of_every_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS, ids=["int4", "int4 with zero points", "fp4"])
 
 
 def random_codes(
     out_features: int,
     in_features: int,
-    code: Code,
+    kind: Kind,
     *,
     has_zeros: bool = False,
     group_size: int | None = None,
@@ -51,17 +49,18 @@ def random_codes(
 ) -> QuantizedWeight:
     """Scales and zero points that differ from group to group, products of order one. Groups are those of an int4."""
     generator = torch.Generator().manual_seed(0)
-    size = FP4_GROUP if code == "fp4" else group_size or in_features
-    groups = (out_features, 1 if code == "fp4" else num_groups(in_features, size))
+    size = FP4_GROUP if kind == "fp4" else group_size or in_features
+    groups = (out_features, 1 if kind == "fp4" else num_groups(in_features, size))
     blocks = (out_features, block_columns(in_features))
     return QuantizedWeight(
+        kind=kind,
+        in_features=in_features,
         numbers=torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8),
         scales=((torch.rand(groups, generator=generator) + 0.5) / 8 / in_features**0.5).half().float(),
         group_size=size,
         dtype=dtype,
-        code=code,
         zeros=torch.randint(0, 16, groups, generator=generator).to(torch.int8) if has_zeros else None,
-        block_scales=torch.randint(224, 248, blocks, generator=generator, dtype=torch.uint8) if code == "fp4" else None,
+        block_scales=torch.randint(224, 248, blocks, generator=generator, dtype=torch.uint8) if kind == "fp4" else None,
     )
 
 
@@ -78,17 +77,6 @@ def test_an_int4_is_its_code_less_the_zero_point_of_its_group() -> None:
     zeros = torch.tensor([[0, 15], [3, 8]], dtype=torch.int8)
     assert numbers_of(codes, "int4", zeros, 2).tolist() == [[0, 15, -7, -8], [-2, -1, -5, -4]]
     assert numbers_of(codes, "int4", None, 2).tolist() == [[-8, 7, 0, -1], [-7, -6, -5, -4]]
-
-
-def test_a_word_holds_neighbours_codes_in_its_halves() -> None:
-    codes = torch.randint(0, 16, (3, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    packed = pack_codes(codes)
-    assert packed.shape == (3, 48) and torch.equal(unpack_codes(packed), codes)
-    for word, value in enumerate(packed[2].view(torch.int32).tolist()):
-        span, own = codes[2, word // 4 * 32 :], 2 * (word % 4)
-        for v in range(4):
-            assert value >> 4 * v & 0x000F000F == span[8 * v + own] + (span[8 * v + own + 1].int() << 16)
-    assert torch.equal(pack_codes(codes[:, 32:64]), packed[:, 16:32]), "a span is packed by itself"
 
 
 def test_a_span_lies_in_one_group_of_an_int4() -> None:
@@ -123,7 +111,7 @@ SHAPES = [(130, 96, None), (64, 192, 64), (33, 1056, None), (48, 320, 128), (40,
     ids=str,
 )
 def test_a_cpu_gives_the_bits_of_the_numbers_in_8(
-    dtype: torch.dtype, in_pairs: bool, code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, in_pairs: bool, kind: Kind, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """in_pairs: where it has an instruction for them."""
     from kernels.cpu.linear import linear
@@ -131,7 +119,7 @@ def test_a_cpu_gives_the_bits_of_the_numbers_in_8(
     if not in_pairs:
         multiply_no_pairs(monkeypatch)
     for out_features, in_features, group_size in SHAPES:
-        weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+        weight = random_codes(out_features, in_features, kind, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         if not can_pack(weight):
             pytest.skip("this machine has no panels")
         packed, wide, bias = pack(weight), pack(weight.in_8_bits()), randn(out_features, dtype=dtype)
@@ -156,19 +144,19 @@ def test_scales_that_times_a_zero_point_would_be_rounded_take_their_numbers_in_8
 
 
 @of_every_kind
-def test_panels_of_every_width_give_the_same_bits(code: Code, has_zeros: bool) -> None:
-    weight = random_codes(200, 96, code, has_zeros=has_zeros, group_size=32)
+def test_panels_of_every_width_give_the_same_bits(kind: Kind, has_zeros: bool) -> None:
+    weight = random_codes(200, 96, kind, has_zeros=has_zeros, group_size=32)
     assert_panels_of_every_width_agree(weight, randn(9, 96, dtype=torch.float32))
 
 
 @of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_on_a_cpu_give_the_bits_of_each_ones_product(dtype: torch.dtype, code: Code, has_zeros: bool) -> None:
+def test_experts_on_a_cpu_give_the_bits_of_each_ones_product(dtype: torch.dtype, kind: Kind, has_zeros: bool) -> None:
     from kernels.cpu.experts_linear import PanelsOfExperts, linear_of_experts
     from kernels.cpu.linear import linear
     from tests.test_experts_on_cpu import routing_of
 
-    whole = random_codes(3 * 40, 96, code, has_zeros=has_zeros, group_size=32, dtype=dtype)
+    whole = random_codes(3 * 40, 96, kind, has_zeros=has_zeros, group_size=32, dtype=dtype)
     weights = [whole.rows(slice(40 * expert, 40 * (expert + 1))) for expert in range(3)]
     if not can_pack(weights[0]):
         pytest.skip("this machine has no panels")
@@ -193,10 +181,10 @@ def kernel() -> Any:
 @of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_kernel_multiplies_by_what_codes_stand_for(
-    dtype: torch.dtype, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+    dtype: torch.dtype, kind: Kind, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
 ) -> None:
     for num_rows, out_features, in_features, group_size in CASES:
-        weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+        weight = random_codes(out_features, in_features, kind, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
         x, bias = randn(num_rows, in_features, dtype=dtype), randn(out_features, dtype=dtype, seed=3)
         exact, by_torch = (F.linear(*(t.to(to) for t in (x, weight.exact(), bias))) for to in (torch.float64, dtype))
         rows, biases, there = x.to(kernel_device), bias.to(kernel_device), on(kernel_device, weight)
@@ -207,12 +195,13 @@ def test_a_kernel_multiplies_by_what_codes_stand_for(
 @of_every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_code_is_exact(
-    dtype: torch.dtype, code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device
+    dtype: torch.dtype, kind: Kind, has_zeros: bool, kernel: Any, kernel_device: torch.device
 ) -> None:
     """Of rows that look at one input each: results are numbers, with nothing to round."""
-    weight = random_codes(16, 192, code, has_zeros=has_zeros, dtype=dtype)
+    weight = random_codes(16, 192, kind, has_zeros=has_zeros, dtype=dtype)
     codes = torch.arange(16, dtype=torch.uint8)  # each output has all of them, in another order
-    weight = replace(weight, numbers=pack_codes(codes.repeat(16, 12) ^ codes[:, None]), scales=torch.ones(16, 1))
+    weight = replace(weight, scales=torch.ones(16, 1))
+    weight.hold(codes.repeat(16, 12) ^ codes[:, None])
     if weight.block_scales is not None:  # powers of two as MXFP4 may have them, then those of float8
         octets = torch.cat((torch.arange(48, 248, 8), torch.arange(96, 240))).to(torch.uint8)
         weight.block_scales[:, :12] = octets.repeat(2)[: 16 * 12].view(16, 12)
@@ -222,10 +211,10 @@ def test_every_code_is_exact(
 
 @of_every_kind
 def test_a_row_keeps_its_bits_in_company(
-    code: Code, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
+    kind: Kind, has_zeros: bool, kernel: Any, kernel_device: torch.device, small_cuts: None
 ) -> None:
     """Of rows whose products are exact within a step, so that the interpreter's BLAS hides no order."""
-    weight = random_codes(64, 352, code, has_zeros=has_zeros, group_size=32)
+    weight = random_codes(64, 352, kind, has_zeros=has_zeros, group_size=32)
     powers = 2.0 ** torch.randint(-22, -16, weight.scales.shape, generator=torch.Generator().manual_seed(0))
     weight = on(kernel_device, replace(weight, scales=powers))
     sizes = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(128).repeat(2)[:352]
@@ -238,13 +227,13 @@ def test_a_row_keeps_its_bits_in_company(
 @of_every_kind
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_experts_are_multiplied_by(
-    group_size: int | None, code: Code, has_zeros: bool, kernel_device: torch.device, small_cuts: None
+    group_size: int | None, kind: Kind, has_zeros: bool, kernel_device: torch.device, small_cuts: None
 ) -> None:
     products = pytest.importorskip("kernels.experts_linear")
     from tests.test_experts_kernels import CASES, assert_is_references, to, to_experts
 
     routing = to_experts(CASES["many"], 5)
-    whole = random_codes(5 * 70, 96, code, has_zeros=has_zeros, group_size=group_size)
+    whole = random_codes(5 * 70, 96, kind, has_zeros=has_zeros, group_size=group_size)
     there, x = to(kernel_device, routing), randn(39, 96, dtype=torch.float32)
     together = on(kernel_device, whole)
     experts = [together.rows(slice(70 * expert, 70 * (expert + 1))) for expert in range(5)]
@@ -282,14 +271,14 @@ def test_rows_of_an_8b_model_keep_their_bits(
     out_features: int,
     in_features: int,
     group_size: int | None,
-    code: Code,
+    kind: Kind,
     has_zeros: bool,
     dtype: torch.dtype,
     kernel: Any,
 ) -> None:
     """And are the products of the numbers; no interpreter can tell how the instructions for few and many agree."""
     device = torch.device("cuda")
-    weight = random_codes(out_features, in_features, code, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
+    weight = random_codes(out_features, in_features, kind, has_zeros=has_zeros, group_size=group_size, dtype=dtype)
     weight = on(device, weight)
     rows = torch.randn(1089, in_features, device=device).to(dtype)
     product = getattr(kernel, op)

@@ -18,8 +18,9 @@ from torch import Tensor
 from kernels import linear as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
-from kernels.quantized_weight import FLOAT8, FP4_GROUP, Code, QuantizedWeight, fits_codes, num_groups, quantize
+from kernels.quantized_weight import CODES, FP4_GROUP, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
+from kernels.words import Kind
 
 ROWS = (1, 8, 64, 256, 512)
 WEIGHTS = {  # out_features, in_features
@@ -31,11 +32,11 @@ WEIGHTS = {  # out_features, in_features
 }
 SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 256), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
 COMPANY = 17  # rows that one row is compared among
-# Quantized weights: their numbers or codes, and the inputs that share a scale (None: all of an output's).
-HELD: dict[str, tuple[torch.dtype | Code, int | None]] = {
-    "fp8": (FLOAT8, None),
-    "fp8 in groups of 128": (FLOAT8, 128),
-    "int8": (torch.int8, None),
+# Quantized weights, and the inputs that share a scale (None: all of an output's).
+HELD: dict[str, tuple[Kind, int | None]] = {
+    "fp8": ("fp8", None),
+    "fp8 in groups of 128": ("fp8", 128),
+    "int8": ("int8", None),
     "int4 in groups of 128": ("int4", 128),  # with zero points
     "NVFP4": ("fp4", FP4_GROUP),
 }
@@ -68,8 +69,8 @@ def cases(setting: Setting) -> list[Case]:
         for name, (_, in_features) in weights.items()
         if name != "head"
         for rows in held_sizes
-        for held, (numbers, group_size) in HELD.items()
-        if not isinstance(numbers, str) or fits_codes(numbers, in_features, group_size or in_features)
+        for held, (kind, group_size) in HELD.items()
+        if kind not in CODES or fits_codes(kind, in_features, group_size or in_features)
     ]
     return [
         Case(
@@ -84,10 +85,10 @@ def cases(setting: Setting) -> list[Case]:
 
 def _quantized(weight: Tensor, held: str) -> QuantizedWeight:
     """With one scale for all groups of an output: what a product takes does not depend on it."""
-    numbers, group_size = HELD[held]
-    if isinstance(numbers, str):
-        return random_codes(weight, numbers, group_size or weight.shape[1])
-    found = quantize(weight, numbers)
+    kind, group_size = HELD[held]
+    if kind in CODES:
+        return random_codes(weight, kind, group_size or weight.shape[1])
+    found = quantize(weight, kind).in_words()
     if group_size is None:
         return found
     groups = found.scales.expand(-1, num_groups(weight.shape[1], group_size)).contiguous()

@@ -82,7 +82,7 @@ class PanelsOfExperts(tuple[Panels, ...]):
 
     def __new__(cls, weights: Iterable[Panels]) -> PanelsOfExperts:
         own = super().__new__(cls, weights)
-        assert len({(weight.numbers.shape, weight.code, weight.has_zeros, weight.group_size) for weight in own}) == 1
+        assert len({(weight.numbers.shape, weight.kind, weight.has_zeros, weight.group_size) for weight in own}) == 1
         found = [(weight.numbers.data_ptr(), *linear.addresses_of_scales(weight)) for weight in own]
         with _disable_current_modes():  # it is no part of a step that is recorded
             own.addresses = torch.tensor(found, dtype=torch.int64)

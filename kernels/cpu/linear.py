@@ -22,11 +22,12 @@ from kernels.cpu.float_kinds import TURN_ROWS, BFloat16Pairs
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.multiply_add import add_products, widen
 from kernels.cpu.native import call
-from kernels.cpu.number_kinds import KINDS, kind_of, kind_of_codes, wide_kind
+from kernels.cpu.number_kinds import KINDS, kind_of, kind_of_quantized, wide_kind
 from kernels.cpu.panels import LANES, Panels, multiplies_pairs
 from kernels.cpu.recording import empty
 from kernels.cpu.rows import widened
 from kernels.cpu.threads import parts_of
+from kernels.quantized_weight import CODES
 
 PART_BYTES = 1 << 16  # of a panel, for rows that take turns: it and the next one fit in any second cache
 SCALED_INPUTS = 128  # whose sums are scaled at once, at most, of kinds that scale sums
@@ -146,11 +147,12 @@ def addresses_of_scales(weight: Panels) -> list[int]:
 
 def kind_of_panels(weight: Panels) -> int:
     """An index of KINDS."""
-    code = weight.code
-    if code is None:
-        in_pairs = weight.scales is not None and weight.dtype == torch.bfloat16 and multiplies_pairs()
-        return kind_of(weight.numbers.dtype, in_pairs=in_pairs and weight.shape[1] % 2 == 0)
-    return kind_of_codes(code, has_zeros=weight.has_zeros, in_pairs=weight.has_words)
+    if weight.kind is None:
+        return kind_of(weight.numbers.dtype)
+    in_pairs = weight.has_words
+    if weight.kind not in CODES:
+        in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs() and weight.shape[1] % 2 == 0
+    return kind_of_quantized(weight.kind, has_zeros=weight.has_zeros, in_pairs=in_pairs)
 
 
 def room_of(weight: Panels, num_rows: int, *, widens: bool) -> Tensor:

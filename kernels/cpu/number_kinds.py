@@ -8,7 +8,7 @@ from kernels.cpu.float_kinds import BFloat16, BFloat16Pairs, Float16, Float32
 from kernels.cpu.panels import multiplies_pairs
 from kernels.cpu.scaled_kinds import Float8, Fp4, Int4, Int8
 from kernels.cpu.scaled_pairs import Float8Pairs, Fp4Pairs, Int4Pairs, Int8Pairs, WidePairs
-from kernels.quantized_weight import FLOAT8, Code
+from kernels.words import Kind
 
 SCALED_PAIRS = (Int8Pairs(), Float8Pairs(), Int4Pairs(has_zeros=False), Int4Pairs(has_zeros=True), Fp4Pairs())
 KINDS: tuple[Float32, ...] = (
@@ -19,19 +19,25 @@ KINDS: tuple[Float32, ...] = (
 )
 
 
-OF_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.int8: 4, FLOAT8: 5}
-OF_CODES = {("int4", False): 6, ("int4", True): 7, ("fp4", False): 8}  # and whether they have zero points
+OF_NUMBERS = {torch.float32: 0, torch.float16: 1}
+# And whether they have zero points.
+OF_QUANTIZED: dict[tuple[Kind, bool], int] = {
+    ("int8", False): 4,
+    ("fp8", False): 5,
+    ("int4", False): 6,
+    ("int4", True): 7,
+    ("fp4", False): 8,
+}
 
 
-def kind_of(numbers: torch.dtype, *, in_pairs: bool = False) -> int:
-    """Of numbers of this type: an index of KINDS. in_pairs: as those of 8 bits may lie."""
-    if numbers == torch.bfloat16:
-        return 2 + multiplies_pairs()
-    return OF_NUMBERS[numbers] + in_pairs * len(SCALED_PAIRS)
+def kind_of(numbers: torch.dtype) -> int:
+    """Of dense panels: an index of KINDS."""
+    return 2 + multiplies_pairs() if numbers == torch.bfloat16 else OF_NUMBERS[numbers]
 
 
-def kind_of_codes(code: Code, *, has_zeros: bool, in_pairs: bool) -> int:
-    return OF_CODES[code, has_zeros] + in_pairs * len(SCALED_PAIRS)
+def kind_of_quantized(kind: Kind, *, has_zeros: bool, in_pairs: bool) -> int:
+    """in_pairs: as inputs may lie where rows are bfloat16."""
+    return OF_QUANTIZED[kind, has_zeros] + in_pairs * len(SCALED_PAIRS)
 
 
 def wide_kind(kind: int) -> int:

@@ -18,22 +18,22 @@ from torch import Tensor
 
 from kernels.cpu.huge_pages import in_huge_pages
 from kernels.quantized_weight import (
+    CODES,
     FLOAT8,
     FP4_GROUP,
-    Code,
     QuantizedWeight,
     block_scales_of,
     codes_side_by_side,
     expand,
     numbers_of,
-    unpack_codes,
 )
+from kernels.words import Kind
 
 LANES = 16  # outputs of one vector: one register of AVX-512, two of AVX2, four of NEON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What scales of such numbers in panels are multiplied by: the bits of a float8 are read as a float32's, whose exponents
 # count from 120 further below.
-WORTH = {torch.int8: 1.0, FLOAT8: 2.0**120, torch.uint8: 1.0, torch.int32: 1.0}
+WORTH: dict[Kind, float] = {"int8": 1.0, "fp8": 2.0**120, "int4": 1.0, "fp4": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +51,7 @@ class Panels:
     scales: Tensor | None = None
     block_scales: Tensor | None = None  # [panels, groups, width] uint8
     group_size: int = 0  # inputs that share a scale
-    code: Code | None = None  # as QuantizedWeight.code
+    kind: Kind | None = None  # as QuantizedWeight.kind
 
     @property
     def device(self) -> torch.device:
@@ -75,14 +75,14 @@ class Panels:
         """The weight again, as a copy."""
         columns = self.numbers.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
         weight = columns[: self.shape[0]].contiguous()
-        if self.scales is None:
+        if self.scales is None or self.kind is None:
             return weight
         beside = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self.shape[0]]
-        scales = beside[0] / WORTH[weight.dtype]
-        if self.code is not None:
+        scales = beside[0] / WORTH[self.kind]
+        if self.kind in CODES:
             zeros = beside[1].to(torch.int8) if self.has_zeros else None
             codes = codes_of_words(weight) if self.has_words else codes_side_by_side(weight)
-            weight = numbers_of(codes, self.code, zeros, self.group_size)
+            weight = numbers_of(codes, self.kind, zeros, self.group_size)
         if self.block_scales is not None:
             scales = scales * block_scales_of(self.block_scales.transpose(1, 2).flatten(0, 1)[: self.shape[0]])
         return expand(weight, scales, self.group_size).to(self.dtype)
@@ -108,19 +108,19 @@ def pack(weight: Weight) -> Weight:
     if isinstance(weight, Tensor):
         return Panels(shape=weight.shape, dtype=weight.dtype, numbers=_panels(weight, width))
     size = weight.group_size
+    assert not weight.is_in_words, "that order is a GPU's"
     assert size & (size - 1) == 0 or size >= weight.shape[1], "sums are scaled so many inputs at a time, or cut so"
-    in_words = weight.code is not None and weight.dtype == torch.bfloat16 and multiplies_pairs()
+    in_words = weight.has_codes and weight.dtype == torch.bfloat16 and multiplies_pairs()
     if weight.zeros is not None and not in_words and weight.scales.view(torch.int32).bitwise_and(15).any():
         weight = weight.in_8_bits()  # times a zero point, of 4 bits, such scales would be rounded (scaled_kinds.Int4)
-    beside = [weight.scales * WORTH[weight.numbers.dtype]]
+    beside = [weight.scales * WORTH[weight.kind]]
     if weight.zeros is not None:
         beside.append(weight.zeros.float())
     numbers, block_scales = weight.numbers, weight.block_scales
     if block_scales is not None:
         block_scales = _panels(block_scales[:, : weight.shape[1] // FP4_GROUP], width).squeeze(-1)
-    if weight.code is not None:
-        codes = unpack_codes(numbers)
-        numbers = words_of_codes(codes) if in_words else codes[:, ::2] | codes[:, 1::2] << 4
+    if in_words:
+        numbers = words_of_codes(weight.spread())
     return Panels(
         shape=weight.shape,
         dtype=weight.dtype,
@@ -128,7 +128,7 @@ def pack(weight: Weight) -> Weight:
         scales=torch.stack([_panels(part, width).squeeze(-1) for part in beside], dim=2),
         block_scales=block_scales,
         group_size=weight.group_size,
-        code=weight.code,
+        kind=weight.kind,
     )
 
 

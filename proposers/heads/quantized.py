@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight
 from kernels.quantized_weight import quantize
-from runner.engine.backend import multiplies_quantized
+from runner.engine.backend import multiplies_quantized, runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
-from runner.engine.quantization import NUMBERS
 from runner.engine.quantized_tensors import require_scales
 from runner.engine.transformers_model import TransformersModel
 
@@ -41,14 +40,14 @@ def quantize_head(head: Convertible, source: ModelSource, device: torch.device) 
     if not multiplies_quantized(device):
         logger.warning("%s: no kernel here multiplies by weights of 8 bits; they stay dense", source.model)
         return
-    dtype = NUMBERS[source.quantization]
+    kind, in_words = source.quantization, runs_kernels(device)
 
     def change(weight: Weight) -> Weight:
         if not isinstance(weight, Tensor):
             return weight
-        found = quantize(weight, dtype)
+        found = quantize(weight, kind)
         require_scales(found.scales, f"{source.name}={source.model}")
-        return found
+        return found.in_words() if in_words else found
 
     head.convert(change)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from kernels.quantized_weight import FLOAT8
+from kernels.words import Kind
 from runner.engine.decoder_names import decoder_tensors
 from runner.engine.errors import UserError
 from runner.engine.json_object import read_json
@@ -35,7 +36,7 @@ class ModelSource:
     load_format: str = "auto"  # auto | safetensors: from files; dummy: random weights of the config's shape
     trust_remote_code: bool = False
     hf_config: Mapping[str, Any] | None = None  # stands in for config.json when load_format is dummy
-    quantization: str | None = None  # fp8 | int8: what decoder layers multiply by is held so; None: as it is stored
+    quantization: Kind | None = None  # fp8 | int8: what decoder layers multiply by is held so; None: as it is stored
     quantizes_head: bool = False  # and what their states are multiplied by
     name: str = "model.model"  # the option to name in errors
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import ZERO, QuantizedWeight, num_groups, pack_codes, quantize
+from kernels.quantized_weight import ZERO, QuantizedWeight, codes_side_by_side, num_groups, quantize
 from runner.engine.architecture import Architecture, gate_up_rows
 from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
 from runner.engine.decoder import HEAD, Decoder
@@ -75,16 +75,17 @@ def fill_randomly(decoder: Decoder) -> None:
             target.view.fill_(1.0)
         elif target.quantized is None:
             target.view.normal_(std=STD, generator=generator)
-        elif target.quantized.code is not None:
+        elif target.quantized.has_codes:
             _draw_codes(target.quantized, generator)
         else:
-            dense = torch.empty(target.view.shape, device=target.view.device)
+            dense = torch.empty(target.shape, device=target.view.device)
             fill_quantized(target, dense.normal_(std=STD, generator=generator))
 
 
 def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
     """All are as likely. Scales are of 16 bits, as published ones."""
-    weight.numbers.random_(0, 256, generator=generator)
+    octets = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
+    weight.hold(codes_side_by_side(octets.random_(0, 256, generator=generator)))
     if weight.block_scales is not None:
         weight.block_scales.random_(*SOME_BLOCK_SCALES, generator=generator)
     if weight.zeros is not None:
@@ -110,22 +111,25 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         part = own if dim == 0 else (slice(None), own)
     if target.quantized is None:
         target.fill(tensor[part])
+        require_finite(target.view, name, source)
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
-        _copy_numbers(target.quantized, tensor, part, dim, shard)
+        numbers = _copy_numbers(target.quantized, tensor, part, dim, shard)
+        require_finite(numbers, name, source)
     else:
         weight = tensor[part].to(target.view.device)
         require_finite(weight, name, source)
         fill_quantized(target, weight)
         require_scales(target.quantized.scales, f"{source.name}={source.model}: {name}")
-    require_finite(target.view, name, source)
 
 
-def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard) -> None:
-    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
-    found, is_packed = tensor.read(), target.code is not None
-    found = found if is_packed else found.in_8_bits(tensor.storage)
-    numbers = found.numbers[part]
-    target.numbers.copy_(pack_codes(numbers) if is_packed else numbers)
+def _copy_numbers(
+    target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard
+) -> torch.Tensor:
+    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it; its numbers, for a look."""
+    found = tensor.read()
+    found = found if target.has_codes else found.in_8_bits(tensor.storage)
+    numbers = found.numbers[part].to(target.device)
+    target.hold(numbers)
 
     def own(groups: torch.Tensor) -> torch.Tensor:
         """[out_features, groups]"""
@@ -144,11 +148,12 @@ def _copy_numbers(target: QuantizedWeight, tensor: QuantizedTensor, part: Any, d
     if found.block_scales is not None and target.block_scales is not None:
         block_scales = own(found.block_scales)
         target.block_scales[:, : block_scales.shape[1]].copy_(block_scales)
+    return numbers
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
     """Of a dense weight [out_features, in_features], quantized output by output."""
     assert target.quantized is not None
-    found = quantize(weight, target.view.dtype)
-    target.view.copy_(found.numbers)
+    found = quantize(weight, target.quantized.kind)
+    target.quantized.hold(found.numbers)
     target.quantized.scales.copy_(found.scales)

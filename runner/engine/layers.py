@@ -246,7 +246,7 @@ def _held(weight: Weight) -> tuple[Any, ...]:
     """What products with weights differ by."""
     if isinstance(weight, torch.Tensor):
         return weight.shape, weight.dtype
-    return weight.shape, weight.numbers.dtype, weight.code, weight.group_size, weight.has_zeros
+    return weight.shape, weight.dtype, weight.kind, weight.group_size, weight.has_zeros
 
 
 def add_output(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
-from kernels.quantized_weight import QuantizedWeight, block_columns, num_groups
+from kernels.quantized_weight import QuantizedWeight, block_columns, empty_numbers, num_groups
+from runner.engine.backend import runs_kernels
 from runner.engine.errors import UserError, first_of
 from runner.engine.operations import Rows, linear, linear_in_parts
 from runner.engine.quantization import SMALLEST_GROUP, Quantization, Storage
@@ -48,18 +49,20 @@ def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storag
     if storage is None:
         return torch.empty(out_features, in_features, dtype=dtype)
     held, group_size = storage.of_inputs(in_features), storage.group_size or in_features
-    is_fp4 = held.code == "fp4"
+    is_fp4, in_words = held.kind == "fp4", runs_kernels(torch.get_default_device())
     groups = (out_features, 1 if is_fp4 else num_groups(in_features, group_size))
     # Whatever lies behind an output's last one is read, and multiplied by nothing.
     block_scales = torch.zeros(out_features, block_columns(in_features), dtype=torch.uint8) if is_fp4 else None
     return QuantizedWeight(
-        numbers=torch.empty(out_features, in_features if held.code is None else in_features // 2, dtype=held.dtype),
+        kind=held.kind,
+        in_features=in_features,
+        numbers=empty_numbers(held.kind, out_features, in_features, in_words=in_words),
         scales=torch.empty(groups),
         group_size=group_size,
         dtype=dtype,
-        code=held.code,
         zeros=torch.empty(groups, dtype=torch.int8) if held.has_zeros else None,
         block_scales=block_scales,
+        is_in_words=in_words,
     )
 
 

@@ -20,7 +20,7 @@ from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
 from runner.engine.memory import model_remedy, require_memory
-from runner.engine.quantization import NUMBERS, Quantization, Storage, held_weights, read_scheme
+from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.shard import Shard
@@ -170,7 +170,7 @@ def _load_through_transformers(
     held = None
     if source.quantization is not None and _can_hold_quantized(source, device):
         held = source.quantization
-        model.hold_in_8_bits(NUMBERS[held], with_head=source.quantizes_head)
+        model.hold_in_8_bits(held, with_head=source.quantizes_head)
     return LoadedModel(
         source=source,
         model=model,

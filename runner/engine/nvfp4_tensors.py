@@ -45,7 +45,7 @@ def nvfp4_tensor(packed: Any, parts: Mapping[str, Any], scheme: Scheme, of: str)
         factor = factor / 2 / UNIT if block_scales.any() else torch.zeros(())
         scales = factor.expand(len(block_scales), 1).contiguous()
         found = Numbers.of_fp4(codes_side_by_side(packed[...]), block_scales * UNIT, scales)
-        return found if storage.code is not None else found.in_8_bits(scheme.storage)
+        return found if storage.has_codes else found.in_8_bits(scheme.storage)
 
     storage = scheme.storage.of_inputs(in_features)
     return QuantizedTensor(shape=(out_features, in_features), storage=storage, read=read)

@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from kernels.quantized_weight import FLOAT8, FP4_GROUP, Code, QuantizedWeight, fits_codes
+from kernels.quantized_weight import CODES, FP4_GROUP, QuantizedWeight, fits_codes
+from kernels.words import Kind
 from runner.engine.errors import UserError
 
-NUMBERS = {"fp8": FLOAT8, "int8": torch.int8}  # by the names that options have
 SMALLEST_GROUP = 16  # inputs: a step of a tensor core's
 READABLE = (
     "fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized), modelopt (FP8, "
@@ -24,15 +22,18 @@ MXFP4_GROUP = 32  # inputs that share a scale in that format
 class Storage:
     """How the numbers of a weight are held."""
 
-    dtype: torch.dtype  # int8 or float8_e4m3fn; of codes uint8
+    kind: Kind
     group_size: int | None = None  # inputs that share a scale; None: all do
-    code: Code | None = None  # of 4 bits
     has_zeros: bool = False  # zero points, of int4
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Storage:
-        code, size = weight.code, FP4_GROUP if weight.code == "fp4" else weight.shared_columns
-        return cls(dtype=weight.numbers.dtype, group_size=size, code=code, has_zeros=weight.has_zeros)
+        size = FP4_GROUP if weight.kind == "fp4" else weight.shared_columns
+        return cls(kind=weight.kind, group_size=size, has_zeros=weight.has_zeros)
+
+    @property
+    def has_codes(self) -> bool:
+        return self.kind in CODES
 
     @property
     def is_multiplied(self) -> bool:
@@ -42,18 +43,19 @@ class Storage:
 
     def of_inputs(self, in_features: int) -> Storage:
         """As a weight of so many inputs is held: the numbers of codes that kernels would not take take 8 bits."""
-        if self.code is None or fits_codes(self.code, in_features, self.group_size or in_features):
+        if not self.has_codes or fits_codes(self.kind, in_features, self.group_size or in_features):
             return self
-        return Storage(dtype=torch.int8, group_size=self.group_size)
+        return Storage(kind="int8", group_size=self.group_size)
 
     def __str__(self) -> str:
-        name: str = self.code or next(name for name, dtype in NUMBERS.items() if dtype == self.dtype)
         if self.group_size == 1:
-            return f"{name}, a scale for each number"
-        return name if self.group_size is None or self.code == "fp4" else f"{name} in groups of {self.group_size}"
+            return f"{self.kind}, a scale for each number"
+        if self.group_size is None or self.kind == "fp4":
+            return self.kind
+        return f"{self.kind} in groups of {self.group_size}"
 
 
-FP4 = Storage(dtype=torch.uint8, group_size=FP4_GROUP, code="fp4")  # of NVFP4, and of MXFP4
+FP4 = Storage(kind="fp4", group_size=FP4_GROUP)  # of NVFP4, and of MXFP4
 Quantization = Mapping[str, Storage]  # by module, such as model.layers.0.self_attn.q_proj
 
 
@@ -70,7 +72,7 @@ class Scheme:
     zero_offset: int = 0  # what is to be added to packed zero points
 
 
-SCALED_FP8 = Scheme(packing="scaled", storage=Storage(dtype=FLOAT8))
+SCALED_FP8 = Scheme(packing="scaled", storage=Storage(kind="fp8"))
 
 
 def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
@@ -103,7 +105,7 @@ def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:
     """None: it is not read."""
     method = str(stated.get("quant_method", "modelopt" if "quant_algo" in stated else None))
     if method in ("fp8", "fbgemm_fp8") and str(stated.get("fmt", "e4m3")) in FORMATS_OF_8_BITS:
-        return _scaled(FLOAT8, _block(stated.get("weight_block_size")))
+        return _scaled("fp8", _block(stated.get("weight_block_size")))
     if method == "modelopt" and str(stated.get("quant_algo")) == "FP8":
         return SCALED_FP8
     if method == "modelopt" and str(stated.get("quant_algo")) in ("NVFP4", "W4A16_NVFP4"):
@@ -139,9 +141,9 @@ def _compressed(stated: Mapping[str, Any]) -> Scheme | None:
     block, size = _block(weights.get("block_structure")), _size(weights.get("group_size"))
     match stated.get("format"), kind, bits:
         case ("float-quantized" | "naive-quantized", "float", 8):
-            return _scaled(FLOAT8, block, size)
+            return _scaled("fp8", block, size)
         case ("int-quantized" | "naive-quantized", "int", 8):
-            return _scaled(torch.int8, None, size)
+            return _scaled("int8", None, size)
         case ("pack-quantized", "int", 4 | 8):
             storage = storage_of_bits(int(bits), size, has_zeros=weights.get("symmetric") is False)
             return Scheme(packing="int32", storage=storage, bits=int(bits))
@@ -158,12 +160,12 @@ def _nvfp4(packing: str, size: int | None) -> Scheme | None:
 def storage_of_bits(bits: int, size: int | None, *, has_zeros: bool = False) -> Storage:
     """Of numbers that are packed into words, of which so many share a scale."""
     if bits == 8:
-        return Storage(dtype=torch.int8, group_size=size)
-    return Storage(dtype=torch.uint8, group_size=size, code="int4", has_zeros=has_zeros)
+        return Storage(kind="int8", group_size=size)
+    return Storage(kind="int4", group_size=size, has_zeros=has_zeros)
 
 
-def _scaled(dtype: torch.dtype, block: tuple[int, int] | None, size: int | None = None) -> Scheme:
-    storage = Storage(dtype=dtype, group_size=size if block is None else block[1])
+def _scaled(kind: Kind, block: tuple[int, int] | None, size: int | None = None) -> Scheme:
+    storage = Storage(kind=kind, group_size=size if block is None else block[1])
     return Scheme(packing="scaled", storage=storage, block=block)
 
 
@@ -184,7 +186,7 @@ def _block(stated: Any) -> tuple[int, int] | None:
 def held_weights(
     modules: Collection[str],  # that may be held so
     found: Quantization,  # what the checkpoint holds so
-    wanted: Mapping[str, str],  # modules of them that shall be, and the name of their NUMBERS
+    wanted: Mapping[str, Kind],  # modules of them that shall be
     of: str,
     option: str,  # by which they were asked for
 ) -> Quantization:
@@ -194,10 +196,10 @@ def held_weights(
         UserError: the checkpoint is quantized in another way than was asked for.
     """
     held = {name: storage for name, storage in found.items() if name in modules and storage.is_multiplied}
-    for numbers in set(wanted.values()):
-        if other := sorted({str(kept) for kept in found.values() if kept.dtype != NUMBERS[numbers]}):
+    for kind in set(wanted.values()):
+        if other := sorted({str(kept) for kept in found.values() if kept.kind != kind}):
             raise UserError(
-                f"{of} must not be quantized to {numbers}: its checkpoint is quantized already ({', '.join(other)}); "
+                f"{of} must not be quantized to {kind}: its checkpoint is quantized already ({', '.join(other)}); "
                 f"leave {option} null, or choose the unquantized checkpoint"
             )
-    return {name: Storage(dtype=NUMBERS[numbers]) for name, numbers in wanted.items()} | held
+    return {name: Storage(kind=kind) for name, kind in wanted.items()} | held

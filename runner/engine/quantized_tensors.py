@@ -58,9 +58,9 @@ class Numbers:
 
     def in_8_bits(self, storage: Storage) -> Numbers:
         """The numbers, of codes what they stand for."""
-        if storage.code is None:
+        if not storage.has_codes:
             return self
-        numbers = numbers_of(self.numbers, storage.code, self.zeros, storage.group_size or self.numbers.shape[1])
+        numbers = numbers_of(self.numbers, storage.kind, self.zeros, storage.group_size or self.numbers.shape[1])
         scales = self.scales if self.block_scales is None else self.scales * block_scales_of(self.block_scales)
         return Numbers(numbers=numbers, scales=scales)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kernels.quantized_weight import num_groups
+from kernels.quantized_weight import DTYPES, num_groups
 from runner.engine.errors import UserError
 from runner.engine.quantization import Scheme, Storage
 from runner.engine.quantized_tensors import AGAIN, Numbers, QuantizedTensor, require_scales, required
@@ -29,11 +29,11 @@ def scaled_tensor(weight: Any, parts: Mapping[str, Any], scheme: Scheme, of: str
         numbers, scales = weight[...], scale[...].float().reshape(-1, 1 if is_whole else groups)
         if "weight_zero_point" in parts and parts["weight_zero_point"][...].float().any():
             raise UserError(f"{of}.weight must have no zero points; choose a checkpoint quantized symmetrically")
-        if numbers.dtype != scheme.storage.dtype:
-            raise UserError(f"{of}.weight must hold {scheme.storage.dtype}, got {numbers.dtype}; {AGAIN}")
+        if numbers.dtype != DTYPES[scheme.storage.kind]:
+            raise UserError(f"{of}.weight must hold {DTYPES[scheme.storage.kind]}, got {numbers.dtype}; {AGAIN}")
         if not is_whole:
             scales = scales.repeat_interleave(rows, dim=0)[:out_features]
         return Numbers(numbers=numbers, scales=require_scales(scales.expand(out_features, -1), of))
 
     group_size = None if is_whole or groups == 1 else columns
-    return QuantizedTensor(shape=shape, storage=Storage(dtype=scheme.storage.dtype, group_size=group_size), read=read)
+    return QuantizedTensor(shape=shape, storage=Storage(kind=scheme.storage.kind, group_size=group_size), read=read)

@@ -17,6 +17,7 @@ from torch import nn
 
 from kernels.cpu.panels import Change, Weight, pack, tensors_of, unpack
 from kernels.quantized_weight import quantize
+from kernels.words import Kind
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -56,16 +57,16 @@ class TransformersModel(nn.Module):
         self._layers = [_enclosing_layer(self.decoder, probe.modules[layer]) for layer in range(self.num_layers)]
         self._like_last = (_without_weights(self._layers[-1]),)  # in a tuple: no module of this one
 
-    def hold_in_8_bits(self, numbers: torch.dtype, *, with_head: bool) -> None:
+    def hold_in_8_bits(self, kind: Kind, *, with_head: bool) -> None:
         """From now on layers multiply by weights quantized to such numbers; embedding and routers stay as they are.
 
         Args:
-            numbers: one of runner.engine.quantization.NUMBERS.
+            kind: of numbers of 8 bits.
             with_head: the projection to the vocabulary, too.
         """
 
         def change(weight: Weight) -> Weight:
-            return pack(quantize(unpack(weight), numbers))
+            return pack(quantize(unpack(weight), kind))
 
         take_products(self.decoder, change, but=ROUTERS)
         if with_head:

@@ -141,13 +141,13 @@ def _of_fields(
     group_size = None if size is None or size >= shape[1] else size
     storage = replace(scheme.storage, group_size=group_size, has_zeros=has_zeros)
     if owners.are_ordered:
-        storage = Storage(dtype=torch.int8, group_size=1)
+        storage = Storage(kind="int8", group_size=1)
     storage = storage.of_inputs(shape[1])
 
     def read_numbers() -> Numbers:
         numbers, zeros, scales = read()
         scales = require_scales((scales[:, owners.of_inputs] if owners.are_ordered else scales).float(), of)
-        if storage.code is not None:
+        if storage.has_codes:
             held = zeros.to(torch.int8) if zeros is not None and storage.has_zeros else None
             return Numbers(numbers=numbers, scales=scales, zeros=held)
         offsets = 1 << scheme.bits - 1 if zeros is None else zeros[:, owners.of_inputs].short()
