@@ -183,17 +183,19 @@ def gated_linear_of_experts(
 
 
 def linear_of_experts(
-    x: Tensor,  # [num_places, in_features], rows may lie further apart
+    x: Tensor,  # [num_places, in_features], or of_rows [num_rows, in_features]; rows may lie further apart
     weights: Weights,  # of each expert [out_features, in_features]
     routing: Routing,
     biases: Tensor | None = None,  # [num_experts, out_features]
+    *,
+    of_rows: bool = False,
 ) -> Tensor:  # [num_places, out_features]
     """x W^T + b of the expert at each place, summed in float32 and rounded once, to the dtype of x.
 
     x, weights and biases share a dtype: bfloat16, float16 or float32. A sequence of weights is looked through in every
     call.
     """
-    return _launch(x, None, weights, routing, biases, gated=False)
+    return _launch(x, routing.rows if of_rows else None, weights, routing, biases, gated=False)
 
 
 def distance(views: Sequence[Tensor]) -> int:

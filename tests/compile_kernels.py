@@ -121,6 +121,7 @@ def linear_of_experts_kernel(
     num_experts: int = 128,
     activation: str = "silu",
     has_bias: bool = False,
+    of_rows: bool = False,  # what gated ones are of anyway
 ) -> Kernel:
     """A bfloat16 product of experts as kernels/experts_linear.py launches it."""
     is_quantized = held != "bf16"
@@ -136,10 +137,11 @@ def linear_of_experts_kernel(
         capacity=SHARED_MEMORY[capability],
     )
     element = "i32" if is_quantized else held
-    pointers = ["*bf16:16", *["*i64:16"] * gated, "*i64:16", f"*{element}:16"]
+    of_rows = of_rows or gated
+    pointers = ["*bf16:16", *["*i64:16"] * of_rows, "*i64:16", f"*{element}:16"]
     pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*u8:16"] * (held == "fp4")]
     pointers += [*["*bf16:16"] * has_bias, "*bf16:16"]
-    absent = [*["rows_ptr"] * (not gated), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
+    absent = [*["rows_ptr"] * (not of_rows), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
     absent += ["zeros_ptr"] * (not has_zeros) + ["block_scales_ptr"] * (held != "fp4")
     return Kernel(
         module="kernels.experts_linear",
@@ -625,10 +627,10 @@ TABLE = [
         for gated in (False, True)
         for held in ("fp4", "bf16")
     ),
-    *(  # Nemotron 3.5 Lightning's in NVFP4
-        linear_of_experts_kernel(6 * num_rows, *shape, gated=False, capability=90, held="fp4")
+    *(  # Nemotron 3.5 Lightning's in NVFP4, which nothing gates
+        linear_of_experts_kernel(6 * num_rows, *shape, gated=False, capability=90, held="fp4", of_rows=of_rows)
         for num_rows in (1, 4096)
-        for shape in ((1856, 2688), (2688, 1856))
+        for shape, of_rows in (((1856, 2688), True), ((2688, 1856), False))
     ),
     # Gemma 4 26B-A4B's, whose gates are by gelu.
     *(

@@ -246,6 +246,13 @@ def test_weights_in_8_bits_are_multiplied_by(
         assert_is_references(getattr(products, op)(rows.to(kernel_device), weights, there), op, rows, dense, routing)
 
 
+def test_a_product_that_nothing_gates_may_be_of_rows(kernel_device: torch.device, small_cuts: None) -> None:
+    routing = to(kernel_device, to_experts(CASES["many"], 5))
+    x, weights = (normal(*size, dtype=torch.float32).to(kernel_device) for size in ((39, 101), (5, 66, 101)))
+    expected = products.linear_of_experts(x[routing.rows], weights.unbind(), routing)
+    assert torch.equal(products.linear_of_experts(x, weights.unbind(), routing, of_rows=True), expected)
+
+
 @given(
     chosen=st.lists(st.permutations(range(3)).map(lambda order: order[:2]), min_size=1, max_size=30),
     dtype=st.sampled_from([torch.float32, torch.float16]),

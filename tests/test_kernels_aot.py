@@ -132,7 +132,7 @@ def test_how_many_rows_a_launch_has_makes_no_other_program(compiled: dict[str, A
 def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: str, compiled: dict[str, Any]) -> None:
     """On Hopper: mma.sync, which Triton takes where the first operand is short, need not agree with wgmma in bits.
 
-    A step of 64 columns is four of them, one of a quantized weight eight and one of a group of 32 two; and nothing is copied before
+    A step of 64 columns is four of them, of a quantized weight eight, of a group of 32 two; nothing is copied before
     the launch before has written it.
     """
     own = [kernel for kernel in KERNELS if kernel.name == product and kernel.signature.startswith("*bf16")]

@@ -13,7 +13,7 @@ from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule
 from kernels.reference.linear import linear as linear_in_tiles
 from runner.engine.backend import is_compiled, runs_kernels
-from runner.engine.operations import head_logits
+from runner.engine.operations import head_logits, take_rows
 
 if TYPE_CHECKING:
     from kernels.cpu.experts_linear import PanelsOfExperts
@@ -123,12 +123,22 @@ def gated_linear_of_experts(
 
 
 def linear_of_experts(
-    x: torch.Tensor, weights: ExpertWeights, routing: Routing, tile: int | None, biases: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    tile: int | None,
+    biases: torch.Tensor | None = None,
+    *,
+    of_rows: bool = False,
 ) -> torch.Tensor:
     """[num_places, in_features] and of each expert [out_features, in_features] -> [num_places, out_features].
 
-    biases: [num_experts, out_features].
+    Args:
+        biases: [num_experts, out_features].
+        of_rows: x is [num_rows, in_features], and a place has the row that routing gives it.
     """
+    if of_rows and (weights.panels is not None or not runs_kernels(x)):
+        x = take_rows(x, routing.rows)
     if weights.panels is not None:
         from kernels.cpu.experts_linear import linear_of_experts as on_cpu
 
@@ -137,7 +147,7 @@ def linear_of_experts(
         return in_torch.linear_of_experts(x, list(map(unpack, weights)), routing, tile, biases)
     from kernels.experts_linear import linear_of_experts as kernel
 
-    return kernel(x, weights.in_memory, routing, biases)
+    return kernel(x, weights.in_memory, routing, biases, of_rows=of_rows)
 
 
 def sum_of_experts(results: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None) -> torch.Tensor:

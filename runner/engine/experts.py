@@ -35,7 +35,7 @@ from runner.engine.linear import (
     weight_target,
 )
 from runner.engine.mlp import MLP
-from runner.engine.operations import add, gate, linear, take_rows
+from runner.engine.operations import add, gate, linear
 from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 
@@ -147,7 +147,7 @@ class Experts:
             return gated_linear_of_experts(
                 hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, self._activation
             )
-        up = linear_of_experts(take_rows(hidden, routing.rows), self.gate_up_projs, routing, tile, self._gate_up_biases)
+        up = linear_of_experts(hidden, self.gate_up_projs, routing, tile, self._gate_up_biases, of_rows=True)
         return gate(up, up, "relu")
 
     def _shared_part(self, hidden: torch.Tensor, tile: int | None) -> torch.Tensor | None:
