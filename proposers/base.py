@@ -18,6 +18,7 @@ from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.host_drafts import HostDrafts
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
+from runner.engine.graphs import GraphMemory
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.loader import LoadedModel
@@ -45,7 +46,7 @@ class ProposerContext:
     keys_by_draft_step: bool = False
     # Drafts of a request in a step, where others than this proposer draft too; None: its own num_speculative_tokens.
     max_draft_tokens: int | None = None
-    captures_graphs: bool = False  # passes over generated tokens are captured as graphs
+    graph_memory: GraphMemory | None = None  # of passes that are captured as graphs; None: none are
     grammars: GrammarStore = field(default_factory=GrammarStore)  # a drafter with logits walks them
     target: LoadedModel | None = None  # draft heads share its embedding and its head
     target_runner: ModelRunner | None = None  # it has a cache before allocate_cache

@@ -79,7 +79,7 @@ class DraftModelProposer(TokenByTokenProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
-            captures_graphs=context.captures_graphs,
+            graph_memory=context.graph_memory,
             token_map=None if self._translation is None else self._translation.reading,
         )
         self._num_computed: dict[str, int] = {}  # request_id -> tokens whose KV is in the draft's cache

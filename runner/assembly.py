@@ -19,6 +19,7 @@ from runner.engine.block_manager import BlockManager
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
 from runner.engine.grammar_store import GrammarStore
+from runner.engine.graphs import GraphMemory
 from runner.engine.loader import LoadedModel
 from runner.engine.memory import release_unused
 from runner.engine.model_runner import ModelRunner
@@ -76,14 +77,14 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
     source = info.source
     device = resolve_device(hardware.device)
     dtype = resolve_dtype(hardware.dtype, device, source)
-    captures_graphs = not hardware.enforce_eager
+    graph_memory = None if hardware.enforce_eager else GraphMemory()
     target = ModelRunner(
         info.model,
         block_size=hardware.block_size,
         device=device,
         dtype=dtype,
         batch_invariant=hardware.batch_invariant,
-        captures_graphs=captures_graphs,
+        graph_memory=graph_memory,
     )
     if not hardware.enable_chunked_prefill and hardware.max_num_batched_tokens < info.max_model_len:
         raise UserError(
@@ -111,7 +112,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         batch_invariant=hardware.batch_invariant,
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
-        captures_graphs=captures_graphs,
+        graph_memory=graph_memory,
         grammars=grammars,
         target=info,
         target_runner=target,

@@ -117,7 +117,8 @@ class WholeSteps:
             empty_rows=EmptyRows.on(target.device, target.products_per_row),
         )
         self.max_num_seqs, self.eos_token_ids, self.grammars = max_num_seqs, eos_token_ids, grammars
-        self._graphs = step_graph_store(target.device)
+        assert target.graph_memory is not None, "its passes are captured"
+        self._graphs = step_graph_store(target.device, target.graph_memory)
         self._on_device: DeviceRequests | None = None
         # Of the steps under way:
         self._sampling_flags = SamplingFlags.of([], ())

@@ -24,7 +24,7 @@ from kernels import linear_plan
 from proposers.drafting import blocks, from_hidden_states
 from proposers.heads.quantized import quantize_head_of_target
 from runner import cache_size, frozen_heap
-from runner.engine import backend, graphs, launch_shapes
+from runner.engine import backend, launch_shapes, programs
 from runner.engine.checkpoint import ModelSource
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
@@ -230,7 +230,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) ->
     if kernel_device.type != "cpu":
         pytest.skip("kernels are compiled here; tests/test_gpu_engine.py runs them")
     monkeypatch.setattr(backend, "interprets_kernels", True)
-    monkeypatch.setattr(graphs, "record_cuda_graph", recorded)
+    monkeypatch.setattr(programs, "record_cuda_graph", lambda compute, inputs, memory: recorded(compute, inputs))
     return Engines()
 
 

@@ -107,7 +107,7 @@ def _classes(device: EmulatedDevice) -> dict[str, Any]:
     @contextmanager
     def graph(captured: CUDAGraph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
         device.wait("a capture begins")
-        captured.recording = device.recording = Recording(device)
+        captured.recording = device.recording = Recording(device, pool)
         device.recordings.add(captured.recording)
         try:
             yield

@@ -37,6 +37,7 @@ class Recording:
     """Operations and launches in their order, which a replay repeats with the operands of the capture."""
 
     device: EmulatedDevice
+    pool: object  # of memory
     work: list[tuple[Callable[..., Any], Any, Any]] = field(default_factory=list)
     own: dict[int, torch.Tensor] = field(default_factory=dict)  # one tensor of every storage made by the capture
 
@@ -59,8 +60,8 @@ class Recording:
             return value.found() if isinstance(value, Outside) else value
 
         with plainly(), torch.inference_mode():
-            for recording in self.device.recordings:  # all of them share a pool, and use each other's memory
-                for tensor in recording.own.values():
+            for recording in self.device.recordings:  # those of one pool use each other's memory
+                for tensor in recording.own.values() if recording.pool is self.pool else ():
                     fill_with_garbage(tensor)
             for function, args, kwargs in self.work:
                 function(*tree_map(found, args), **tree_map(found, kwargs))

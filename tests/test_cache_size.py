@@ -26,6 +26,7 @@ from tests.other_families import keys_of
 from verifier.rejection_sampler import RejectionSampler
 
 CUDA = torch.device("cuda", 0)
+NO_GRAPHS = GraphStore(lambda *_: pytest.fail("it was captured"))
 
 
 class NotingSampler(RejectionSampler):
@@ -177,9 +178,7 @@ def test_captured_steps_have_their_memory_beside_that_of_others(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block
-    found = gpu_blocks(
-        engines, monkeypatch, free=8 * GIB, peak=GIB // 2, graphs=GraphStore(), gpu_memory_utilization=0.52
-    )
+    found = gpu_blocks(engines, monkeypatch, free=8 * GIB, peak=GIB // 2, graphs=NO_GRAPHS, gpu_memory_utilization=0.52)
     assert found == int((0.50 * 10 - 2 - 1) * GIB - MAX_OUTPUT_BYTES) // per_block
 
 
@@ -193,7 +192,7 @@ def test_prompts_that_are_captured_have_theirs_too(
         rows_per_tile=16, split_keys=None, max_context=256, buckets=replace(OF_PROMPTS, most_rows=most_rows)
     )
     monkeypatch.setitem(target.shapes, "prefill", of_prompts)
-    where = {"free": 8 * GIB, "graphs": GraphStore(), "gpu_memory_utilization": 0.72}
+    where = {"free": 8 * GIB, "graphs": NO_GRAPHS, "gpu_memory_utilization": 0.72}
     found = gpu_blocks(engines, monkeypatch, peak=GIB, peak_of_drafts=1 << 20, **where)
     left = int((0.70 * 10 - 2 - 1) * GIB - GIB // share - MAX_OUTPUT_BYTES)
     assert found == left // target.cache_bytes_per_block
@@ -206,7 +205,7 @@ def test_a_drafter_with_passes_of_its_own_has_outputs_of_its_own(
     """num_layers: that have a place in each block, of the target two; it may be that a drafter sees those alone."""
     config = {"method": method, "num_speculative_tokens": 2}
     per_block = engines(num_gpu_blocks_override=320).engine.target.cache_bytes_per_block * num_layers // 2
-    where = {"free": 8 * GIB, "peak": GIB // 2, "graphs": GraphStore(), "gpu_memory_utilization": 0.72}
+    where = {"free": 8 * GIB, "peak": GIB // 2, "graphs": NO_GRAPHS, "gpu_memory_utilization": 0.72}
     found = gpu_blocks(engines, monkeypatch, speculative_config=config, **where)
     assert found == int((0.70 * 10 - 2 - 1) * GIB - 2 * MAX_OUTPUT_BYTES) // per_block
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels.reference.rejection import residual_mass
 from kernels.reference.sampling import softmax
 from runner.engine.download import Download
-from runner.engine.graphs import Graph, record_cuda_graph
+from runner.engine.graphs import Graph, GraphMemory, record_cuda_graph
 from runner.engine.upload import upload
 from tests.emulated_device import EmulatedDevice
 
@@ -83,7 +83,7 @@ def test_what_waits_cannot_be_captured_and_is_found(what: str, emulated_gpu: Emu
     there, work = counted(), WAITS[what]
     work(there)
     with pytest.raises(RuntimeError, match="capturing"):
-        record_cuda_graph(lambda held: (work(held),), (there,))
+        record_cuda_graph(lambda held: (work(held),), (there,), memory=GraphMemory())
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         work(there)
@@ -107,7 +107,7 @@ def test_a_capture_computes_nothing_and_a_replay_what_was_captured(emulated_gpu:
         add(total, amount)
         return ((total.reshape(2, 2).t().reshape(4) * amount).to(torch.float32),)
 
-    graph = record_cuda_graph(compute, (counted(),))
+    graph = record_cuda_graph(compute, (counted(),), memory=GraphMemory())
     assert total.tolist() == [0] * 4 and bool(graph.outputs[0].isnan().all())
     amount = 0
     graph.replay()
@@ -125,9 +125,9 @@ def test_a_variant_of_a_kernel_is_not_compiled_while_capturing(emulated_gpu: Emu
 
     add(counted(), 16)  # a multiple of sixteen is a variant of its own
     with pytest.raises(RuntimeError, match="add_kernel would be compiled"):
-        record_cuda_graph(compute, (counted(),))
+        record_cuda_graph(compute, (counted(),), memory=GraphMemory())
     add(counted(), 3)
-    graph = record_cuda_graph(compute, (counted(),))
+    graph = record_cuda_graph(compute, (counted(),), memory=GraphMemory())
     graph.replay()
     assert graph.outputs[0].tolist() == [17, 18, 19, 20]
 
@@ -140,17 +140,21 @@ def test_memory_holds_nothing_of_use_until_it_is_written(emulated_gpu: EmulatedD
         scratch[0] = held[0]
         return (scratch.clone(),)
 
-    graph: Graph = record_cuda_graph(compute, (counted(),))
+    memory = GraphMemory()
+    graph: Graph = record_cuda_graph(compute, (counted(),), memory=memory)
     graph.replay()
     assert bool(graph.outputs[0][1].isnan()) and int(graph.outputs[0][0]) == 0
-    other = record_cuda_graph(compute, (counted(),))  # in the same pool
-    other.replay()
+    elsewhere = record_cuda_graph(compute, (counted(),), memory=GraphMemory())
+    elsewhere.replay()
+    assert bool(graph.outputs[0][1].isnan()) and int(graph.outputs[0][0]) == 0
+    beside = record_cuda_graph(compute, (counted(),), memory=memory)
+    beside.replay()
     assert bool(graph.outputs[0].isnan().all())
 
 
 def test_a_graph_does_not_keep_what_it_reads(emulated_gpu: EmulatedDevice) -> None:
     weights = [torch.ones(4, device=CUDA)]
-    graph = record_cuda_graph(lambda held: (held * weights[0],), (counted(),))
+    graph = record_cuda_graph(lambda held: (held * weights[0],), (counted(),), memory=GraphMemory())
     graph.replay()
     weights.clear()
     with pytest.raises(RuntimeError, match="freed"):

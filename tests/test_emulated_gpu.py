@@ -18,6 +18,7 @@ import torch
 from kernels import linear_plan
 from kernels.benchmarks.timing import GraphTimer
 from kernels.cpu.exchange import num_bytes
+from runner import whole_steps
 from runner.benchmarks.decoding_cases import free_guesses
 from runner.engine import launch_shapes
 from runner.engine.download import Download
@@ -121,6 +122,26 @@ def test_captured_steps_say_what_the_cpu_says(name: str, engines: Engines, emula
     for count in ("num_draft_tokens", "num_accepted_tokens"):
         assert [getattr(r, count) for r in on_gpu.records] == [getattr(r, count) for r in on_cpu.records]
     assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
+
+
+def test_an_engine_in_another_thread_writes_nothing_into_a_steps_memory(
+    engines: Engines, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug told here: graphs of all engines shared memory, and another's step may come between a step and its copy."""
+    expected = texts(engines(**SMALL), [GREEDY, DRAWN])
+    first, second = Engines()(**GPU), Engines()(**GPU)
+    assert texts(second, [GREEDY, DRAWN]) == expected
+    between, others = whole_steps.Download, list[list[list[int]]]()
+
+    def step_of_another(values: torch.Tensor) -> Download:
+        with monkeypatch.context() as patch:
+            patch.setattr(whole_steps, "Download", between)
+            others.append(texts(second, [GREEDY, DRAWN]))
+        return between(values)
+
+    monkeypatch.setattr(whole_steps, "Download", step_of_another)
+    assert texts(first, [GREEDY, DRAWN]) == expected
+    assert others and all(own == expected for own in others)
 
 
 @pytest.mark.parametrize("name", ["none", "draft_model", "eagle3"])

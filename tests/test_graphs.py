@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from runner.engine import graphs
-from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
+from runner.engine.graphs import Compute, Graph, GraphMemory, GraphStore, Tensors, record_cuda_graph
 from tests.graphs_for_tests import recorded
 
 
@@ -70,22 +72,42 @@ def test_the_layouts_that_were_used_last_are_kept() -> None:
     assert recordings == [1, 2, 3] and len(store._graphs) == 2
 
 
-def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to capture into a pool whose graphs are all gone: those of an engine that another one replaced."""
-    entered = list[int]()
-    handles = iter(range(9))
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those that were captured into, one after another; a capture beside another one is told."""
+    entered, under_way, handles = list[int](), list[object](), iter(range(9))
 
-    def capture(graph: Any, *, pool: int, **_: Any) -> Any:
+    @contextmanager
+    def capture(graph: object, *, pool: int, **_: Any) -> Iterator[None]:
+        assert not under_way, "two captures at a time"
+        under_way.append(graph)
         entered.append(pool)
-        return nullcontext()
+        yield
+        under_way.remove(graph)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    first = graphs.record_cuda_graph(lambda: (), ())
-    second = graphs.record_cuda_graph(lambda: (), ())
+    return entered
+
+
+def test_graphs_of_an_engine_share_a_pool_while_one_of_them_lives(pools: list[int]) -> None:
+    """torch refuses to capture into a pool whose graphs are all gone: those of a cache that another one replaced."""
+    memory, other = GraphMemory(), GraphMemory()
+    first = record_cuda_graph(lambda: (), (), memory=memory)
+    second = record_cuda_graph(lambda: (), (), memory=memory)
+    of_another_engine = record_cuda_graph(lambda: (), (), memory=other)
     del first
-    third = graphs.record_cuda_graph(lambda: (), ())
+    third = record_cuda_graph(lambda: (), (), memory=memory)
     del second, third
-    graphs.record_cuda_graph(lambda: (), ())
-    assert entered == [0, 0, 0, 1]
+    record_cuda_graph(lambda: (), (), memory=memory)
+    assert pools == [0, 0, 1, 0, 2] and of_another_engine.pool is not None
+
+
+def test_engines_in_threads_of_their_own_capture_one_after_another(pools: list[int]) -> None:
+    def capture(memory: GraphMemory) -> Graph:
+        return record_cuda_graph(lambda: time.sleep(0.01) or (), (), memory=memory)  # type: ignore[func-returns-value]
+
+    with ThreadPoolExecutor(4) as threads:
+        graphs = list(threads.map(capture, [GraphMemory() for _ in range(8)]))
+    assert len({graph.pool for graph in graphs}) == 8 and sorted(pools) == list(range(8))

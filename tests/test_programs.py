@@ -18,7 +18,7 @@ from kernels.cpu.recording import Pool, Program, empty, recording
 from kernels.cpu.rms_norm import add_rms_norm, rms_norm
 from kernels.cpu.rows import take_rows
 from kernels.cpu.under_way import current
-from runner.engine.graphs import Tensors
+from runner.engine.graphs import GraphMemory, Tensors
 from runner.engine.programs import graph_store, record_prepared, record_program
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.upload import to_device
@@ -77,7 +77,7 @@ def test_what_torch_computes_itself_is_computed_at_every_replay(how: str) -> Non
             rows = rows[:, ::2].contiguous().repeat(1, 2)
         return (rms_norm(linear(rows, panels)[:, :WIDTH] * 2, norm, eps),)
 
-    store = graph_store(torch.device("cpu"))
+    store = graph_store(torch.device("cpu"), GraphMemory())
     for seed in range(3):
         (found,) = store("one layout", compute, rows_of(seed))
         assert torch.equal(found, compute(rows_of(seed))[0])

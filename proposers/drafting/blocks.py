@@ -61,7 +61,7 @@ class BlockProposer(TokenByTokenProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
-            captures_graphs=context.captures_graphs,
+            graph_memory=context.graph_memory,
             reads_segments=head.reads_segments,
         )
 

@@ -75,7 +75,7 @@ class HeadProposer(LevelByLevelProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
-            captures_graphs=context.captures_graphs,
+            graph_memory=context.graph_memory,
         )
         self.keys = (HeadKeys if self.runner.has_own_keys else TargetKeys)(self.runner)
         self.taps_every_token = self.keys.taps_every_token

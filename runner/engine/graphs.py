@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -38,6 +39,20 @@ class GraphPool:
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 
+class GraphMemory:
+    """Of one engine's graphs, whose replays follow one another: another's may be made in a thread beside this one's."""
+
+    def __init__(self) -> None:
+        self._latest: ReferenceType[GraphPool] | None = None
+
+    def pool(self) -> GraphPool:
+        pool = self._latest() if self._latest is not None else None
+        if pool is None:
+            pool = GraphPool()
+            self._latest = ref(pool)
+        return pool
+
+
 class GraphStore:
     """The graphs of one computation, the latest used; beyond the bounds the others are forgotten."""
 
@@ -45,7 +60,7 @@ class GraphStore:
 
     def __init__(
         self,
-        record: Callable[[Compute, Tensors], Graph] | None = None,
+        record: Callable[[Compute, Tensors], Graph],
         *,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
         max_graphs: int = MAX_GRAPHS,
@@ -53,11 +68,11 @@ class GraphStore:
     ) -> None:
         """
         Args:
-            record: captures a call, which is not made by that; None: as a CUDA graph.
+            record: captures a call, which is not made by that.
             at_once: a capture costs no more than a call, and compiles what is not compiled yet.
         """
         self._at_once = at_once
-        self._record = record or record_cuda_graph
+        self._record = record
         self._max_output_bytes, self._max_graphs = max_output_bytes, max_graphs
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # the one that was used last comes last
         self._seen: set[Hashable] = set()
@@ -67,7 +82,7 @@ class GraphStore:
 
         Unless captures are cheap, the first call of a key is made kernel by kernel: it compiles what is not compiled
         yet, and a layout that never comes again is not worth a capture. The outputs of a captured one lie in memory
-        that all graphs share: they hold until the next replay of any graph.
+        that all graphs of an engine share: they hold until the next replay of any of them.
         """
         graph = self._graphs.get(key)
         if graph is None:
@@ -97,15 +112,14 @@ class GraphStore:
             self._seen.discard(forgotten)
 
 
-def record_cuda_graph(compute: Compute, inputs: Tensors) -> Graph:
-    """All graphs of the process take their memory from one pool: replays follow one another."""
+def record_cuda_graph(compute: Compute, inputs: Tensors, *, memory: GraphMemory) -> Graph:
     held = tuple(tensor.clone() for tensor in inputs)
-    graph, pool = torch.cuda.CUDAGraph(), _pools.get("shared") or GraphPool()
-    _pools["shared"] = pool
     # Garbage may be a graph of another engine, which is no work to capture.
-    with uncollected(), torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
-        outputs = compute(*held)
+    with _one_at_a_time, uncollected():
+        graph, pool = torch.cuda.CUDAGraph(), memory.pool()
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+            outputs = compute(*held)
     return Graph(inputs=held, outputs=outputs, replay=graph.replay, pool=pool)
 
 
-_pools: WeakValueDictionary[str, GraphPool] = WeakValueDictionary()
+_one_at_a_time = Lock()  # captures of all threads: torch has one stream for them

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
+from runner.engine.graphs import GraphMemory
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import compile_products
 from runner.engine.layers import DecoderLayer
@@ -42,7 +43,7 @@ class HeadRunner(PagedRunner):
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
-        captures_graphs: bool = False,
+        graph_memory: GraphMemory | None = None,
         reads_segments: bool = False,  # as PackedLaunch.of
     ) -> None:
         super().__init__(
@@ -51,7 +52,7 @@ class HeadRunner(PagedRunner):
             device=device,
             dtype=dtype,
             batch_invariant=batch_invariant,
-            captures_graphs=captures_graphs,
+            graph_memory=graph_memory,
         )
         self.head, self.reads_segments = head, reads_segments
         if head.layers and batch_invariant and runs_kernels(device):

@@ -16,6 +16,7 @@ import torch
 from runner.engine.decoder import Decoder
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
+from runner.engine.graphs import GraphMemory
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import LayerStates
 from runner.engine.launch import Launch, Part, StepLaunches
@@ -47,7 +48,7 @@ class ModelRunner(PagedRunner):
         dtype: torch.dtype,
         batch_invariant: bool,
         token_map: torch.Tensor | None = None,
-        captures_graphs: bool = False,
+        graph_memory: GraphMemory | None = None,
     ) -> None:
         """token_map: [vocabulary of the texts] int64, the model's own token for each; None where it is the same one."""
         super().__init__(
@@ -56,7 +57,7 @@ class ModelRunner(PagedRunner):
             device=device,
             dtype=dtype,
             batch_invariant=batch_invariant,
-            captures_graphs=captures_graphs,
+            graph_memory=graph_memory,
             products=model.product_weights if isinstance(model, Decoder) else (),
             is_recurrent=model.is_recurrent,
         )

@@ -16,7 +16,7 @@ from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.graphs import GraphStore
+from runner.engine.graphs import GraphMemory, GraphStore
 from runner.engine.kv_cache import LayerStates, PagedKVCache
 from runner.engine.launch_shapes import Shapes, can_pack, decoder_shapes, require_shared_memory
 from runner.engine.paged_shape import PagedShape
@@ -51,17 +51,17 @@ class PagedRunner:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
-        captures_graphs: bool,
+        graph_memory: GraphMemory | None,
         products: Sequence[Weight] = (),
         is_recurrent: bool = False,
     ) -> None:
         """
         Args:
-            captures_graphs: passes become graphs, but for long prompts; else each kernel is launched alone.
+            graph_memory: passes become graphs there, but for long prompts; None: each kernel is launched alone.
             products: weights that must be fit to be packed, as attention's must, or none is.
             is_recurrent: some layers have states that a launch moves on.
         """
-        self.is_recurrent = is_recurrent
+        self.is_recurrent, captures_graphs = is_recurrent, graph_memory is not None
         self.block_size, self.device, self.dtype = block_size, device, dtype
         self.kv_widths = layers.kv_widths
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
@@ -81,7 +81,8 @@ class PagedRunner:
                 max_model_len=layers.max_model_len,
                 is_bucketed=captures_graphs,
             )
-        self.graphs = self._new_graphs() if captures_graphs else None
+        self.graph_memory = graph_memory if captures_graphs else None
+        self.graphs = self._new_graphs()
         self.cache: PagedKVCache | None = None
 
     @property
@@ -144,10 +145,12 @@ class PagedRunner:
         self.cache = cache
 
     def release_cache(self) -> None:
-        if self.graphs is not None:
-            self.graphs = self._new_graphs()
+        self.graphs = self._new_graphs()
         self.cache = None
 
-    def _new_graphs(self) -> GraphStore:
+    def _new_graphs(self) -> GraphStore | None:
+        if self.graph_memory is None:
+            return None
         # A launch that was made twice, once to prepare and once recorded, would move states on twice.
-        return step_graph_store(self.device) if self.is_recurrent else graph_store(self.device)
+        new_store = step_graph_store if self.is_recurrent else graph_store
+        return new_store(self.device, self.graph_memory)

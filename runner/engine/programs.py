@@ -12,7 +12,7 @@ from kernels.cpu.panels import Panels, Weight
 from kernels.cpu.under_way import NotRecordableError
 from kernels.garbage import uncollected
 from runner.engine.backend import runs_kernels
-from runner.engine.graphs import Compute, Graph, GraphStore, Tensors
+from runner.engine.graphs import Compute, Graph, GraphMemory, GraphStore, Tensors, record_cuda_graph
 
 if TYPE_CHECKING:
     from kernels.cpu.recording import Pool
@@ -22,20 +22,20 @@ MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs,
 _one_at_a_time = threading.Lock()  # recordings of all threads: torch notes for all of them that a mode is on
 
 
-def graph_store(device: torch.device) -> GraphStore:
-    """For one computation, whose calls follow one another."""
+def graph_store(device: torch.device, memory: GraphMemory) -> GraphStore:
+    """For one computation, whose calls follow one another. memory: of CUDA graphs; programs have pools of their own."""
     if runs_kernels(device):
-        return GraphStore()
+        return GraphStore(partial(record_cuda_graph, memory=memory))
     from kernels.cpu.recording import Pool  # numba, of no use on a GPU
 
     record = partial(record_program, pool=Pool())
     return GraphStore(record, at_once=True, max_output_bytes=MAX_OUTPUT_BYTES, max_graphs=MAX_GRAPHS)
 
 
-def step_graph_store(device: torch.device) -> GraphStore:
+def step_graph_store(device: torch.device, memory: GraphMemory) -> GraphStore:
     """For whole steps: what a call changes it would change again, so the first of a layout is made and not recorded."""
     if runs_kernels(device):
-        return GraphStore()
+        return GraphStore(partial(record_cuda_graph, memory=memory))
     from kernels.cpu.recording import Pool
 
     record = partial(record_prepared, pool=Pool())
