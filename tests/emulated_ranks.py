@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.exchange import SharedMemory
-from runner.engine import launch_shapes
+from runner.engine import start_check
 from runner.engine.shard import Shard
 from runner.ranks.ranks import SeveralRanks
 from tests.conftest import Engines, complete
@@ -85,7 +85,7 @@ def complete_in_rank(
         exchange = EmulatedExchange(gpu, SharedMemory(memory, rank=rank, num_ranks=2), 2)
         ranks = ProcessRanks(Shard(rank=rank, size=2, exchange=exchange), connection)
         patch.setattr("runner.llm.start_ranks", lambda config: ranks)
-        patch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # a machine of one GPU is asked elsewhere
+        patch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)  # a machine of one GPU is asked elsewhere
         engines, texts = Engines(), list[list[list[int]]]()
         for method in methods:
             llm = engines(method, **engine_args, tensor_parallel_size=2)

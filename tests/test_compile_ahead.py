@@ -13,7 +13,7 @@ import pytest
 
 from proposers.drafting.blocks import BlockProposer
 from proposers.drafting.from_hidden_states import HeadProposer
-from runner.engine import launch_shapes
+from runner.engine import start_check
 from tests.conftest import Engines
 from tests.emulated_device import EmulatedDevice
 from tests.other_families import FAMILIES as OTHER_FAMILIES
@@ -84,13 +84,13 @@ def test_products_of_a_draft_heads_layers_are_compiled_ahead(
     method: str, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is built, as a target's are at the start."""
-    asked, agree = list[Any](), launch_shapes._rows_agree
+    asked, agree = list[Any](), start_check._rows_agree
     monkeypatch.setattr(
-        launch_shapes,
+        start_check,
         "_rows_agree",
         lambda product, weights, *args: (asked.extend(weights), agree(product, weights, *args))[1],
     )
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)
     model = {"architecture": {"model_type": "qwen3", "num_hidden_layers": 2}} if method == "mtp" else {}
     llm = Engines()({"method": method, "num_speculative_tokens": 2}, **{**GPU, **model, "batch_invariant": True})
     proposer = llm.engine.proposer

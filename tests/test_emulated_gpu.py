@@ -20,7 +20,7 @@ from kernels.benchmarks.timing import GraphTimer
 from kernels.cpu.exchange import num_bytes
 from runner import whole_steps
 from runner.benchmarks.decoding_cases import free_guesses
-from runner.engine import launch_shapes
+from runner.engine import start_check
 from runner.engine.download import Download
 from runner.engine.errors import UserError
 from runner.engine.grammar_store import GrammarStore
@@ -238,7 +238,7 @@ def test_logits_and_kv_of_trees_chunks_and_preemption_have_plain_decodings_bits(
         preempted = list[object]()
         preempt = Scheduler._preempt
         patch.setattr(Scheduler, "_preempt", lambda *args: (preempted.append(args), preempt(*args))[1])
-        patch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # of the same kernels as above
+        patch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)  # of the same kernels as above
         Bits.of(Engines()(tree, **{**gpu, **schedule}), prompts, params).assert_agree(bits)
     assert preempted
 
@@ -286,7 +286,7 @@ def test_a_pass_keeps_no_residual_stream_that_nobody_taps(
     emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16,384 tokens of an 8B model a stream takes 128 MiB, in each of 32 layers."""
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)
     streams, num_alive = list[weakref.ref[torch.Tensor]](), list[int]()
     own = DecoderLayer.after_input_norm
 
@@ -305,7 +305,7 @@ def test_a_plain_step_is_eight_launches_a_layer_and_seven_beside_them(
     emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small operations between the kernels would cost a microsecond or two each, in every step."""
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # another test asks the machine
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)  # another test asks the machine
     for num_layers in (1, 2):
         gpu = {**GPU, "architecture": {"num_hidden_layers": num_layers}, "batch_invariant": True}
         texts(Engines()(None, **gpu), [replace(GREEDY, max_tokens=3)] * 2)
@@ -338,7 +338,7 @@ def test_where_products_are_left_in_parts_steps_say_what_the_cpu_says(
     name: str, engines: Engines, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs too, to what float32 rounds; and drafters guess as well as there."""
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)
     monkeypatch.setattr(linear_plan, "MIN_STEPS", 1)
     method, architecture = IN_PARTS[name]
     params = [replace(GREEDY, logprobs=2), replace(DRAWN, logprobs=2)]

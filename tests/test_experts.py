@@ -13,7 +13,7 @@ import torch
 from kernels.cpu.panels import Panels
 from kernels.quantized_weight import QuantizedWeight
 from runner.config import SpeculativeConfig
-from runner.engine import launch_shapes
+from runner.engine import start_check
 from runner.engine.decoder import Decoder
 from runner.engine.experts import Experts
 from runner.engine.mlp import MLP
@@ -122,11 +122,11 @@ def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
         asked.extend(map(id, weights))
         return True
 
-    monkeypatch.setattr(launch_shapes, "_rows_agree", note)
-    monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
+    monkeypatch.setattr(start_check, "_rows_agree", note)
+    monkeypatch.setattr(start_check, "_attentions_agree", lambda *_: True)
     shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
     shapes = {"decode": shape, "prefill": shape}
-    assert launch_shapes._kernels_keep_bits(shapes, model.sample_layers, [model.lm_head], None)
+    assert start_check._kernels_keep_bits(shapes, model.sample_layers, [model.lm_head], None, 16)
     dense, mixed = model.layers
     assert isinstance(dense.mlp, MLP) and isinstance(mixed.mlp, Experts) and mixed.mlp.shared is not None
     weights = [model.lm_head, mixed.mlp.router, *dense.product_weights, *mixed.product_weights]

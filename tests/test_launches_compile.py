@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kernels import linear_plan
-from runner.engine import launch_shapes
+from runner.engine import start_check
 from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
@@ -90,7 +90,7 @@ def kernel_of(variant: Any) -> Kernel:
 def test_every_variant_that_engines_launch_compiles_for_hopper(
     emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)  # of more rows than steps have
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)  # of more rows than steps have
     for name in METHODS:
         method, params = CASES[name]
         second = SHORT_CUT if name == "none" else SHORT

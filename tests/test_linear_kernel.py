@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import linear_plan
 from kernels.reference.act_and_mul import LIMIT, Activation, act_and_mul
 from kernels.reference.softcap import softcap
-from runner.engine.launch_shapes import _rows_agree
+from runner.engine.start_check import _rows_agree
 from tests.product_errors import assert_error_is_torchs
 
 kernel = pytest.importorskip("kernels.linear")

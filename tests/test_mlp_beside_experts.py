@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cpu.panels import can_pack, pack, unpack
 from kernels.quantized_weight import QuantizedWeight, quantize
-from runner.engine import launch_shapes
+from runner.engine import launch_shapes, start_check
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.asked_products import asked_products
 from runner.engine.checkpoint import ModelSource
@@ -194,11 +194,12 @@ def test_rows_keep_their_bits(theirs: TheirLayer, source: ModelSource, dtype: to
     decoder = loaded(source, dtype)
     if can_pack(torch.zeros(16, 16)):
         decoder.convert(pack)
-    shapes = launch_shapes.row_invariant_shapes(
+    shapes = start_check.row_invariant_shapes(
         launch_shapes.decoder_shapes(decoder.attentions, batch_invariant=True, max_model_len=64),
         decoder.sample_layers,
         decoder.beside_layers,
         max_model_len=64,
+        block_size=16,
         shard=Shard(),
     )
     assert shapes is not None
@@ -217,11 +218,11 @@ def test_the_start_asks_a_gpu_for_every_product(source: ModelSource, monkeypatch
         asked.extend(map(id, weights))
         return True
 
-    monkeypatch.setattr(launch_shapes, "_rows_agree", note)
-    monkeypatch.setattr(launch_shapes, "_attentions_agree", lambda *_: True)
+    monkeypatch.setattr(start_check, "_rows_agree", note)
+    monkeypatch.setattr(start_check, "_attentions_agree", lambda *_: True)
     shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
     shapes = {"decode": shape, "prefill": shape}
-    assert launch_shapes._kernels_keep_bits(shapes, decoder.sample_layers, decoder.beside_layers, None)
+    assert start_check._kernels_keep_bits(shapes, decoder.sample_layers, decoder.beside_layers, None, 16)
     (layer,) = decoder.layers
     assert layer.experts is not None and len(layer.product_weights) == 2 + 4
     assert sorted(asked) == sorted(map(id, [decoder.lm_head, layer.experts.router, *layer.product_weights]))

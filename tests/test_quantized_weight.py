@@ -24,7 +24,7 @@ from kernels.quantized_weight import (
 )
 from kernels.reference.act_and_mul import act_and_mul
 from kernels.words import Kind
-from runner.engine.launch_shapes import _rows_agree
+from runner.engine.start_check import _rows_agree
 from tests.product_bits import (
     FEW,
     OF_AN_8B_MODEL,

@@ -14,7 +14,7 @@ from kernels.cpu.panels import Weight, multiplies_and_adds
 from kernels.linear_plan import plan_linear, rows_of_each_kind
 from kernels.reference.partial_sums import PartialSums
 from runner.engine import attention as own_attention
-from runner.engine import launch_shapes
+from runner.engine import launch_shapes, start_check
 from runner.engine.asked_products import asked_products
 from runner.engine.model_runner import ModelRunner
 from runner.engine.paged_shape import PagedAttention, PagedShape
@@ -42,7 +42,7 @@ def agrees(engines: Engines, monkeypatch: pytest.MonkeyPatch, change: Change) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(own_attention, "paged_attention", changed)
-        return launch_shapes._attentions_agree(shape, target.model.layers[0].attention)
+        return start_check._attentions_agree(shape, target.model.layers[0].attention, target.block_size)
 
 
 def add_one_bit(rows: torch.Tensor) -> None:
@@ -88,10 +88,28 @@ def test_a_product_is_asked_once_whatever_families_launch_it(engines: Engines, m
     model, asked = target.model, list[Weight]()
     if not launch_shapes.can_pack(model.product_weights):
         pytest.skip("this CPU's products are torch's, in tiles of one shape")
-    monkeypatch.setattr(launch_shapes, "_panels_keep_bits", lambda weight: asked.append(weight) or True)
+    monkeypatch.setattr(start_check, "_panels_keep_bits", lambda weight: asked.append(weight) or True)
     layers, beside = model.sample_layers, model.beside_layers
-    assert launch_shapes.row_invariant_shapes(target.shapes, layers, beside, max_model_len=256, shard=Shard())
+    assert start_check.row_invariant_shapes(
+        target.shapes, layers, beside, max_model_len=256, block_size=16, shard=Shard()
+    )
     assert sorted(map(id, asked)) == sorted(map(id, model.product_weights))
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_attention_is_asked_over_blocks_of_the_engines_size(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they were, blocks of 16 were asked about: on a GPU that is another program."""
+    if not multiplies_and_adds():
+        pytest.skip("this CPU's attention is torch's, in tiles of one shape")
+    asked, attend = set[int](), own_attention.paged_attention
+
+    def note(query: torch.Tensor, cache: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
+        asked.add(cache.shape[1])
+        return attend(query, cache, *args, **keys)
+
+    monkeypatch.setattr(own_attention, "paged_attention", note)
+    llm = Engines()(block_size=block_size, num_gpu_blocks_override=64)
+    assert llm.engine.target.is_row_invariant and asked == {block_size}
 
 
 @given(
@@ -127,10 +145,10 @@ def test_a_bit_that_depends_on_who_adds_up_partial_sums_is_found(
 ) -> None:
     """The norm behind a product, as in a step: of few rows it reads parts, of many what the product has added up."""
     norms = pytest.importorskip("kernels.rms_norm")
-    monkeypatch.setattr(launch_shapes, "_kernels_keep_bits", lambda *_: True)
+    monkeypatch.setattr(start_check, "_kernels_keep_bits", lambda *_: True)
     target: ModelRunner = Engines()(None, **{**GPU, "batch_invariant": True}).engine.target
     asked = asked_products(target.model.layers, target.shapes["decode"].linear)
-    assert all(launch_shapes._products_agree(asked, torch.float32))
+    assert all(start_check._products_agree(asked, torch.float32))
     launch = norms._launch
 
     def another(x: Any, x_weight: Any, residual: Any, weight: Any, eps: Any, normed: Any, total: Any, *_: Any) -> None:
@@ -139,4 +157,4 @@ def test_a_bit_that_depends_on_who_adds_up_partial_sums_is_found(
             add_one_bit(normed)
 
     monkeypatch.setattr(norms, "_launch", another)
-    assert launch_shapes._products_agree(asked, torch.float32).count(False) == 2  # o and down
+    assert start_check._products_agree(asked, torch.float32).count(False) == 2  # o and down

@@ -16,10 +16,10 @@ from runner.engine.backend import runs_kernels
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.graphs import GraphMemory
 from runner.engine.kv_cache import PagedKVCache
-from runner.engine.launch_shapes import compile_products
 from runner.engine.layers import DecoderLayer
 from runner.engine.paged_runner import PagedLayers, PagedRunner
 from runner.engine.segment import Family, Segment
+from runner.engine.start_check import compile_products
 from runner.engine.upload import to_device
 
 

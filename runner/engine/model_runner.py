@@ -20,9 +20,10 @@ from runner.engine.graphs import GraphMemory
 from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import LayerStates
 from runner.engine.launch import Launch, Part, StepLaunches
-from runner.engine.launch_shapes import Shapes, row_invariant_shapes
+from runner.engine.launch_shapes import Shapes
 from runner.engine.operations import take_rows
 from runner.engine.paged_runner import PagedRunner
+from runner.engine.start_check import row_invariant_shapes
 from runner.engine.transformers_check import shapes_that_keep_rows
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.upload import to_device
@@ -73,6 +74,7 @@ class ModelRunner(PagedRunner):
                 model.beside_layers,
                 softcap=model.logits_softcap,
                 max_model_len=model.max_model_len,
+                block_size=block_size,
                 shard=model.shard,
             )
         elif isinstance(model, TransformersModel) and model.keeps_rows:
