@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -390,7 +391,8 @@ TABLE = [
             max_shared=16384,
         )
         for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE)
-        for dtype, counted in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", True))
+        for dtype in ("bf16", "fp16", "fp32")
+        for counted in (False, True)
     ),
     # LFM2.5-1.2B: in steps of equal rows, and as a launch of prompts counts them.
     *(
@@ -410,12 +412,8 @@ TABLE = [
             },
             max_shared=1024,
         )
-        for dtype, counted, has_bias in (
-            ("bf16", False, False),
-            ("bf16", True, False),
-            ("fp16", True, True),
-            ("fp32", False, True),
-        )
+        for dtype, has_bias in (("bf16", False), ("fp16", True), ("fp32", True))
+        for counted in (False, True)
     ),
     *(
         Kernel(
@@ -1137,6 +1135,10 @@ def with_compute_capabilities(table: list[Kernel]) -> Iterator[Kernel]:
 KERNELS = list(with_compute_capabilities(TABLE))
 
 
+# Whose programs for equal rows and for counted ones compute one token after another, and must round alike.
+RECURRENT = ("gated_delta_kernel", "short_conv_kernel")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     shared: int  # bytes of a program
@@ -1147,6 +1149,7 @@ class Compiled:
     aligned: list[str]  # pointers whose alignment another program would be compiled for
     reductions: list[str]  # how what is added up lies in registers, which decides the order
     additions: int  # of float32, which are fused with no product
+    arithmetic: dict[str, int]  # of RECURRENT: how many float32 are added, multiplied, and both at once
 
 
 def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
@@ -1192,8 +1195,20 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         first_access=next(iter(re.findall(ACCESSES, compiled.asm["ptx"])), ""),
         aligned=[name for name in aligned if types[name].startswith("*")],
         reductions=reductions(compiled.asm["ttgir"]),
+        arithmetic=arithmetic(compiled.asm["cubin"]) if kernel.name in RECURRENT else {},
         additions=len(re.findall(r"\badd(?:\.rn)?\.f32", compiled.asm["ptx"])),
     )
+
+
+def arithmetic(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        listing = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return dict(Counter(re.findall(r"\b(FADD|FMUL|FFMA)\b", listing)))
 
 
 def reductions(ttgir: str) -> list[str]:

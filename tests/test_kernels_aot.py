@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import ADDING_NORMS, HEADS_OF_PARTS, KERNELS, OVERLAPS, SHARED_MEMORY, WIDE_HEADS_OF_PARTS
+from tests.compile_kernels import (
+    ADDING_NORMS,
+    HEADS_OF_PARTS,
+    KERNELS,
+    OVERLAPS,
+    RECURRENT,
+    SHARED_MEMORY,
+    WIDE_HEADS_OF_PARTS,
+)
 
 pytest.importorskip("triton")
 
@@ -150,6 +158,22 @@ def test_one_family_of_instructions_multiplies_for_any_number_of_rows(product: s
         assert opcodes[0] == "griddepcontrol.wait" and opcodes[1].startswith("cp.async.c"), str(kernel)
         is_dense = kernel.constants.get("READING", "dense") == "dense"
         assert of_a_step == (4 if is_dense else 8) or (of_a_step in (1, 2) and kernel.constants["STEP_GROUPS"])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_token_is_computed_alike_in_steps_and_in_prompts(name: str, compiled: dict[str, Any]) -> None:
+    """What a step keeps of a token may be computed anew in the program of prompts: ptxas fuses the same products with
+    the same sums in both.
+    """
+    by_kind = dict[str, list[dict[str, int]]]()
+    for kernel in KERNELS:
+        if kernel.name == name:
+            others = {key: value for key, value in kernel.constants.items() if value is not None or key == "bias_ptr"}
+            kind = f"{kernel.signature.split()[0]}, {others}"
+            by_kind.setdefault(kind, []).append(compiled[f"{kernel} sm_90"]["arithmetic"])
+    assert len(by_kind) >= 3
+    for programs in by_kind.values():
+        assert len(programs) == 2 and programs[0] == programs[1] and programs[0]["FFMA"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
