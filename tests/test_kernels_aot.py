@@ -16,15 +16,9 @@ from typing import Any
 import pytest
 
 import kernels
-from tests.compile_kernels import (
-    ADDING_NORMS,
-    HEADS_OF_PARTS,
-    KERNELS,
-    OVERLAPS,
-    RECURRENT,
-    SHARED_MEMORY,
-    WIDE_HEADS_OF_PARTS,
-)
+from tests.aot.kernel import OVERLAPS, SHARED_MEMORY
+from tests.aot.rows import ADDING_NORMS, HEADS_OF_PARTS, WIDE_HEADS_OF_PARTS
+from tests.compile_kernels import KERNELS, RECURRENT
 
 pytest.importorskip("triton")
 

@@ -19,7 +19,8 @@ import torch
 
 from kernels import linear_plan
 from runner.engine import start_check
-from tests.compile_kernels import KERNELS, OVERLAPS, Kernel
+from tests.aot.kernel import OVERLAPS, Kernel
+from tests.compile_kernels import KERNELS
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.heads_for_tests import SELECTING
@@ -57,7 +58,7 @@ METHODS = ("none", "probabilistic", "block", "eagle3 tree", "ngram_gpu", "suffix
 
 
 def kernel_of(variant: Any) -> Kernel:
-    """As tests/compile_kernels.py has it, of what tests/emulated_kernels.py calls a variant."""
+    """As tests/aot has it, of what tests/emulated_kernels.py calls a variant."""
     function, *kinds = variant
     types, constants, options = dict[str, str](), dict[str, Any](), dict[str, Any]()
     for name, *kind in kinds:

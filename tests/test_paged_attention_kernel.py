@@ -439,7 +439,7 @@ def test_one_row_has_the_bits_it_has_among_1088(model: Model, split_keys: int | 
 def test_as_many_keys_are_taken_at_a_time_as_a_gpu_has_registers_and_memory_for(
     heads: tuple[int, int, bool], element_size: int, kilobytes: int, found: tuple[int, int, int]
 ) -> None:
-    """tests/compile_kernels.py has what these take."""
+    """tests/aot/attention.py has what these take."""
     *dims, values_in_keys = heads
     blocks = triton_ops.blocks_of(*dims, values_in_keys=values_in_keys)
     options = triton_ops.launch_options(blocks, element_size, values_in_keys=values_in_keys, capacity=kilobytes * 1024)
