@@ -326,6 +326,15 @@ def test_help_says_which_methods_have_a_key_and_where_its_value_differs(
     assert "with method=custom_class method.model dotted path of a Proposer subclass" in text
 
 
+def test_help_begins_with_the_keys_that_every_method_has(cli: CommandLine) -> None:
+    """They stood behind the first heading, as those of the methods that it names."""
+    lines = cli("--help").out.splitlines()
+    first, heading = (
+        next(i for i, line in enumerate(lines) if line.startswith(start)) for start in ("  method.", "  with method=")
+    )
+    assert first < heading and lines[first - 1] == "" != lines[first - 2]
+
+
 def test_help_says_what_every_method_is_and_fits_the_terminal(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def _group_lines(group: str, default: str) -> list[str]:
     """
     nodes = node_classes(SpeculativeConfig.model_fields[group].annotation)
     files = {option: _yaml(f"{group}/{option}") for option in [default, *options(group)]}
-    sections: dict[str, dict[tuple[str, str | None], str]] = {}  # heading -> its keys
+    sections: dict[str, dict[tuple[str, str | None], str]] = {"": {}}  # heading -> its keys; first those of all members
     for node in nodes:
         for key, field in node.model_fields.items():
             if key in _TAGS:
