@@ -313,6 +313,15 @@ def test_ranges_stand_below_their_values_on_a_terminal_of_80_columns() -> None:
     assert "90 to 110" in lines[3] and "1.40 to 1.70" in lines[3] and "1.50x" in lines[2]
 
 
+def test_a_methods_name_is_never_broken() -> None:
+    """At 80 columns it was `suffix_recyclin`, and a `g` below."""
+    named = row(
+        method="suffix_recycling", num_speculative_tokens=16, whole_step_share=1.0, identical_to_baseline="40/40"
+    )
+    for terminal in (False, True):
+        assert "suffix_recycling" in compared(named, terminal=terminal)[2]
+
+
 def test_a_run_slower_than_plain_decoding_is_not_the_fastest() -> None:
     """In a sweep without method=none the star stood at 0.71x."""
     lines = compared(row(speedup=0.71), row(speedup=0.55, num_speculative_tokens=8))

@@ -41,11 +41,11 @@ def print_comparison(
     speed-up) carries a star, after repeats only if its range overlaps no other, and none where plain decoding was
     faster or times are doubtful; a run under a lossy rule, or one that does not guarantee plain decoding's tokens, is
     marked so. Speed-up, share of whole steps and identity that no run has are left out. Runs go by their names only
-    where method, number of tokens and params do not tell two of them apart.
+    where method, number of tokens and params do not tell two of them apart. Nothing is cut short: with long names or
+    many columns the table is wider than 80 columns.
 
     Args:
-        params: keys of swept parameters; those that the rows have get a column, headed by the end of the key. They are
-            never cut short: with several of them the table may be wider than 80 columns.
+        params: keys of swept parameters; those that the rows have get a column, headed by the end of the key.
     """
     params = [key for key in params if key != "method" and any(key in row for row in rows)]
     names = Counter((row["method"], row["num_speculative_tokens"], *(row[key] for key in params)) for row in rows)
@@ -55,7 +55,7 @@ def print_comparison(
     is_slower = first is not None and measure_of_speed(rows) == "speedup" and rows[first]["speedup"] < 1
     first = None if is_slower else first  # of a sweep without plain decoding, which every run was measured beside
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, header_style="bold", show_edge=False)
-    table.add_column("run" if ambiguous else "method", overflow="fold")
+    table.add_column("run" if ambiguous else "method", no_wrap=True)
     table.add_column("K", justify="right", no_wrap=True)
     for key in params:
         table.add_column(key.rpartition(".")[2].replace("_", "\n"), no_wrap=True)
@@ -75,8 +75,7 @@ def print_comparison(
             *cells,
             *([Text(identical(same, lossless), identical_style(same, lossless))] if tells_identity else []),
         )
-    if params or any(row.get("output_tokens_per_second_lowest") is not None for row in rows):
-        make_room(console, table)
+    make_room(console, table)
     console.print(table, crop=False)
     if first is not None:
         is_ratio = measure_of_speed(rows) == "speedup"  # plain decoding's time may differ from run to run
