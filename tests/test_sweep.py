@@ -135,7 +135,7 @@ def test_a_later_sweep_has_its_own_points(cli: CommandLine) -> None:
 
 def test_an_experiment_brings_its_sweep_along(cli: CommandLine) -> None:
     ending = cli("experiment=compare_methods", "tracking=none")
-    swept = ("ngram", "suffix", "suffix_recycling", "draft_model", "hybrid")
+    swept = ("ngram", "suffix", "token_recycling", "suffix_recycling", "draft_model", "hybrid")
     expected = [
         ("none", 2),
         *[(method, k) for method in swept for k in (2, 4, 8)],

@@ -161,7 +161,7 @@ class SamplingRows:
 
 
 def greedy_mask(random_row_idx: Tensor | None, seeds: Tensor) -> Tensor | None:
-    """[num_rows] bool of the rows of seeds [num_rows] that are not random; None where all are."""
+    """[num_rows] bool of the rows of seeds [num_rows] that are not random; None where every row is random."""
     if random_row_idx is None:
         return None
     return torch.ones_like(seeds, dtype=torch.bool).index_fill_(0, random_row_idx, False)
