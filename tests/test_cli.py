@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from runner.cli import usage
 from runner.config import SpeculativeConfig
 from runner.config.method_union import METHODS
 from runner.config.problem import node_classes
@@ -333,6 +334,15 @@ def test_help_begins_with_the_keys_that_every_method_has(cli: CommandLine) -> No
         next(i for i, line in enumerate(lines) if line.startswith(start)) for start in ("  method.", "  with method=")
     )
     assert first < heading and lines[first - 1] == "" != lines[first - 2]
+
+
+def test_help_names_the_file_that_lacks_a_key(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a method was being written help was a traceback that ended in KeyError."""
+    read = usage._yaml
+    monkeypatch.setattr(usage, "_yaml", lambda name: {k: v for k, v in read(name).items() if k != "exit_layer"})
+    ending = cli("--help")
+    assert (ending.status, ending.out) == (2, "")
+    assert "conf/method/early_exit.yaml must have exit_layer, with its default" in ending.err
 
 
 def test_help_says_what_every_method_is_and_fits_the_terminal(

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from runner.config.problem import node_classes, union_tag
+from runner.config.problem import ConfigError, Problem, node_classes, union_tag
 from runner.config.root import SpeculativeConfig
 
 EXAMPLES = """\
@@ -73,6 +73,9 @@ def _group_lines(group: str, default: str) -> list[str]:
     """Keys of a group in the order of its classes, each with its value in the YAML files that have it.
 
     Keys that only some members of a union have stand under the names of those.
+
+    Raises:
+        ConfigError: a key that no file has, as while a method is being written.
     """
     nodes = node_classes(SpeculativeConfig.model_fields[group].annotation)
     files = {option: _yaml(f"{group}/{option}") for option in [default, *options(group)]}
@@ -81,14 +84,17 @@ def _group_lines(group: str, default: str) -> list[str]:
         for key, field in node.model_fields.items():
             if key in _TAGS:
                 continue  # a tag is chosen by the group's option
-            owners = [union_tag(other) for other in nodes if _has(other, key, field.description)] if nodes[1:] else []
-            heading = "" if len(owners) in (0, len(nodes)) else _wrapped(f"with {group}=", owners)
+            sharing = [other for other in nodes if _has(other, key, field.description)]
+            owners = [union_tag(other) for other in sharing] if nodes[1:] else [default]
+            heading = "" if len(sharing) == len(nodes) else _wrapped(f"with {group}=", owners)
             having = [option for option in files if option in owners and key in files[option]]
-            value = _values_of(key, having, files) if having else None
+            if not having:
+                rule = f"must have {key}, with its default: Hydra overrides no other keys"
+                raise ConfigError([Problem(name=f"conf/{group}/{owners[0]}.yaml", rule=rule)])
             section = sections.setdefault(heading, {})
             if (key, field.description) not in section:
-                shown = _shown(files[default][key]) if value is None else value
-                section[key, field.description] = _key_line(f"{group}.{key}", field.description, shown)
+                value = _values_of(key, having, files)
+                section[key, field.description] = _key_line(f"{group}.{key}", field.description, value)
     lines = []
     for heading, keys in sections.items():
         lines += [*(("", heading) if heading else ()), *keys.values()]
