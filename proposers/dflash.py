@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kernels.reference.likeliest_tree import Tree
 from proposers.base import Proposer, ProposerContext
 from proposers.captured.dflash import CapturedDFlash
 from proposers.captured.drafter import CapturedDrafter
@@ -20,7 +19,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.blocks import BlockProposer
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.drafting.level_by_level import TREE_DEPTH, TREE_TOP_K
-from proposers.drafting.ranked_trees import RankedTrees
+from proposers.drafting.ranked_trees import RankedTreeProposer, RankedTrees
 from proposers.drafting.sequential_blocks import SequentialBlockProposer
 from proposers.heads.dflash import DFlashHead
 from proposers.heads.dflash_family import load_head_of_family
@@ -28,13 +27,12 @@ from proposers.heads.sequential import SequentialBlockHead
 from proposers.trees.static import Choices
 from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
-from runner.engine.request import DraftTokens, Request
-from runner.engine.scheduler import Schedule
+from runner.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
 
-class DFlashProposer(BlockProposer, OnePassProposer):
+class DFlashProposer(RankedTreeProposer, BlockProposer, OnePassProposer):
     @classmethod
     def build(cls, **keys: Any) -> Proposer:
         """The head's config says what it is; tree_depth and tree_top_k are for one that is gone through by tokens."""
@@ -71,7 +69,6 @@ class DFlashProposer(BlockProposer, OnePassProposer):
             is_tree=speculative_token_tree is not None,
             draft_sample_method=draft_sample_method,
         )
-        self.trees: RankedTrees | None = None
         if speculative_token_tree is not None:
             self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.most_rows)
 
@@ -84,14 +81,6 @@ class DFlashProposer(BlockProposer, OnePassProposer):
             return CapturedDFlash(head=self.head, runner=self.runner, depths=depths, **self.captured_arguments(depth))
 
         return chains(num_tokens) if self.trees is None else self.trees.captured(num_tokens, chains)
-
-    def propose(self, schedule: Schedule) -> DraftTokens:
-        return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
-
-    def nodes(self, schedule: Schedule) -> Tree:
-        """Of each decoding request its dynamic tree, the likeliest nodes first."""
-        assert self.trees is not None, "the tree is a dynamic one"
-        return self.trees.nodes(schedule)
 
     def all_logits(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         guessing = self.guessing_rows(self.blocks(requests, counts), counts)

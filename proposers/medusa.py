@@ -11,22 +11,20 @@ from typing import Any
 
 import torch
 
-from kernels.reference.likeliest_tree import Tree
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.last_state import CapturedLastState
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.from_last_state import LastStateProposer
-from proposers.drafting.ranked_trees import RankedTrees
+from proposers.drafting.ranked_trees import RankedTreeProposer, RankedTrees
 from proposers.heads.medusa import MedusaHeads, load_medusa_heads
 from proposers.trees.static import Choices
 from runner.engine.checkpoint import ModelSource
 from runner.engine.device_requests import DeviceBatch
-from runner.engine.request import DraftTokens, Request
-from runner.engine.scheduler import Schedule
+from runner.engine.request import Request
 
 
-class MedusaProposer(LastStateProposer):
+class MedusaProposer(RankedTreeProposer, LastStateProposer):
     def __init__(
         self,
         *,
@@ -49,7 +47,6 @@ class MedusaProposer(LastStateProposer):
             max_model_len=max_model_len,
             is_tree=speculative_token_tree is not None,
         )
-        self.trees: RankedTrees | None = None
         if speculative_token_tree is not None:
             self.trees = RankedTrees(self, speculative_token_tree, max_depth=self.max_depth)
         self._rows = torch.empty(0)  # [active requests, hidden]
@@ -62,14 +59,6 @@ class MedusaProposer(LastStateProposer):
             return _CapturedMedusa(self.heads, self.tile, **self.captured_arguments(depth))
 
         return chains(num_tokens) if self.trees is None else self.trees.captured(num_tokens, chains)
-
-    def propose(self, schedule: Schedule) -> DraftTokens:
-        return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
-
-    def nodes(self, schedule: Schedule) -> Tree:
-        """Of each decoding request its dynamic tree, the likeliest nodes first."""
-        assert self.trees is not None, "the tree is a dynamic one"
-        return self.trees.nodes(schedule)
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._rows = self.last_states(requests)

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from proposers.base import Proposer, ProposerContext
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
-from proposers.drafting.ranked_trees import RankedTrees
-from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.drafting.ranked_trees import RankedTreeProposer, RankedTrees
 from proposers.trees.static import Choices
 from runner.config.drafter_methods import MedusaMethod
 from runner.config.method import RejectionSampleMethod
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
 from tests.decoding_steps import schedule_of
 from tests.sampling_for_tests import ALPHA, p_value
 from verifier.rejection_sampler import RejectionSampler
@@ -55,15 +53,12 @@ class LevelDrafter(LevelByLevelProposer):
         return DRAFT[token_ids]
 
 
-class RankedDrafter(TokenByTokenProposer):
+class RankedDrafter(RankedTreeProposer):
     """Guesses the second token without the first."""
 
     def __init__(self, choices: Choices, **common: Any) -> None:
         super().__init__(**common)
         self.trees = RankedTrees(self, choices, max_depth=2)
-
-    def propose(self, schedule: Schedule) -> DraftTokens:
-        return self.trees.propose(schedule)
 
     def first_logits(self, requests: Sequence[Request]) -> Tensor:
         return DRAFT[last_tokens(requests)]

@@ -175,6 +175,20 @@ class RankedTrees:
         return best_first_paths(log_probs, num_nodes), token_ids
 
 
+class RankedTreeProposer(TokenByTokenProposer):
+    """Drafts the trees that it was asked for, and else what the class behind it drafts."""
+
+    trees: RankedTrees | None = None
+
+    def propose(self, schedule: Schedule) -> DraftTokens:
+        return super().propose(schedule) if self.trees is None else self.trees.propose(schedule)
+
+    def nodes(self, schedule: Schedule) -> Tree:
+        """Of each decoding request its dynamic tree, the likeliest nodes first."""
+        assert self.trees is not None, "the tree is a dynamic one"
+        return self.trees.nodes(schedule)
+
+
 def _by_depth(counts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Lists of any length, turned over."""
     return [[own[depth] for own in counts if len(own) > depth] for depth in range(max(map(len, counts)))]
