@@ -16,7 +16,7 @@ import torch
 from proposers.base import ProposerContext
 from proposers.captured.draft_model import CapturedDraftModel
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
-from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.drafting.own_cache import OwnCacheProposer
 from proposers.vocabularies.spelling import Spelling
 from proposers.vocabularies.translation import translate
 from runner.engine.checkpoint import ModelSource
@@ -30,7 +30,9 @@ from runner.engine.scheduler import Schedule
 MAX_CATCH_UP_TOKENS = 512  # of a request in one pass
 
 
-class DraftModelProposer(TokenByTokenProposer):
+class DraftModelProposer(OwnCacheProposer):
+    runner: ModelRunner
+
     def __init__(
         self,
         *,
@@ -87,19 +89,6 @@ class DraftModelProposer(TokenByTokenProposer):
     def make_runner(self, loaded: LoadedModel, **options: Any) -> ModelRunner:
         """What runs the draft; options: of ModelRunner."""
         return ModelRunner(loaded.model, **options)
-
-    @property
-    def cache_bytes_per_block(self) -> int:
-        return self.runner.cache_bytes_per_block
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        self.runner.allocate_cache(num_blocks)
-
-    def fills_blocks(self, request: Request) -> bool:
-        return self.follows(request)
-
-    def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return max(0, min(limit, self.max_model_len - request.num_tokens))
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         if num_tokens == 0:

@@ -61,7 +61,7 @@ class EarlyExitProposer(TokenByTokenProposer):
         if not self.runner.is_paged:
             return None
         return CapturedEarlyExit(
-            runner=self.runner, max_model_len=self.context.max_model_len, **self.captured_arguments(num_tokens)
+            runner=self.runner, max_model_len=self.max_model_len, **self.captured_arguments(num_tokens)
         )
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:

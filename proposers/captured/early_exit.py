@@ -17,9 +17,6 @@ class CapturedEarlyExit(CapturedChains):
         super().__init__(**common)
         self.runner = runner
 
-    def first_logits(self, batch: DeviceBatch) -> Tensor:
-        return self.next_logits(batch, 0, batch.last_token_ids[:, 1].contiguous())
-
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         launch, _ = self.runner.decode_launch(batch, token_ids, offset=step - 1, num_rows=1)
         hidden, _ = self.runner.compute(launch)

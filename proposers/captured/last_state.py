@@ -52,9 +52,6 @@ class CapturedLastState(CapturedChains):
         states: [count, hidden]. token_ids: [count] int64, in front of that place: the last committed ones, then drafts.
         """
 
-    def first_logits(self, batch: DeviceBatch) -> Tensor:
-        return self.next_logits(batch, 0, batch.last_token_ids[:, 1].contiguous())
-
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         assert self._states is not None, "start comes first"
         return self.logits_after(batch, self._states[: batch.count], step, token_ids)

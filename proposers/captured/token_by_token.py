@@ -36,9 +36,12 @@ class CapturedChains(CapturedDrafter):
         self.draws = needs_draft_probs and draft_sample_method != "greedy"
         self.steps = torch.arange(num_tokens, device=device).unsqueeze(1)  # [num_tokens, 1]: places of the drafts
 
-    @abstractmethod
     def first_logits(self, batch: DeviceBatch) -> Tensor:
-        """Compute what the drafter has not seen; logits [count, known] float32 after each request's last token."""
+        """Compute what the drafter has not seen; logits [count, known] float32 after each request's last token.
+
+        Of a drafter that keeps up with what is committed that is the last token alone.
+        """
+        return self.next_logits(batch, 0, batch.last_token_ids[:, 1].contiguous())
 
     @abstractmethod
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:

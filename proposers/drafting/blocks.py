@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from proposers.base import ProposerContext
 from proposers.drafting.cached_rows import cached_rows
-from proposers.drafting.token_by_token import TokenByTokenProposer
+from proposers.drafting.own_cache import OwnCacheProposer
 from proposers.heads.dflash import DFlashHead
 from proposers.heads.quantized import quantize_head_of_target
 from runner.engine.checkpoint import ModelSource
@@ -28,10 +28,11 @@ from runner.engine.upload import to_device
 logger = logging.getLogger(__name__)
 
 
-class BlockProposer(TokenByTokenProposer):
+class BlockProposer(OwnCacheProposer):
     """The block of a head, for a class beside it that makes drafts of its rows."""
 
     head: DFlashHead
+    runner: HeadRunner
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class BlockProposer(TokenByTokenProposer):
             num_speculative_tokens = most
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context, **keys)
         self.head, self.most_rows = head, most  # most_rows: that guess
+        self.max_model_len = head.max_model_len
         quantize_head_of_target(head, source, context.device)
         self.runner = HeadRunner(
             head,
@@ -69,22 +71,8 @@ class BlockProposer(TokenByTokenProposer):
     def tap_layers(self) -> tuple[int, ...]:
         return self.head.config.tap_layers if self.num_speculative_tokens > 0 else ()
 
-    @property
-    def cache_bytes_per_block(self) -> int:
-        return self.runner.cache_bytes_per_block
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        self.runner.allocate_cache(num_blocks)
-
-    def fills_blocks(self, request: Request) -> bool:
-        return self.follows(request)
-
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         return self.room(request, min(limit, self.most_rows))
-
-    def room(self, request: Request, limit: int) -> int:
-        """Of `limit` places behind a request's tokens, those that the head sees."""
-        return max(0, min(limit, self.head.max_model_len - request.num_tokens))
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:
@@ -93,7 +81,7 @@ class BlockProposer(TokenByTokenProposer):
         assert states is not None or not self.tap_layers, "the verifier was asked for hidden states"
         if states is None:
             return
-        for rows in cached_rows(schedule, states, self.may_draft, self.head.max_model_len):
+        for rows in cached_rows(schedule, states, self.may_draft, self.max_model_len):
             self._write_context(rows.family, rows.segments, rows.states)
 
     def blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:

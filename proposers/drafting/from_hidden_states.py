@@ -113,9 +113,6 @@ class HeadProposer(LevelByLevelProposer):
         """Behind the blocks of the engine, for each request that drafts a tree: more nodes are fed than are drafted."""
         return -(-self.max_fed_nodes // self.context.block_size)
 
-    def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return max(0, min(limit, self.max_model_len - request.num_tokens))
-
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         if self.num_speculative_tokens == 0 or not self.runner.is_paged:
             return super().captured_drafter(num_tokens)

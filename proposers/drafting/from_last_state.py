@@ -80,7 +80,7 @@ class LastStateProposer(TokenByTokenProposer):
         return (NORMED,) if self.num_speculative_tokens > 0 else ()
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
-        return max(0, min(limit, self.max_depth, self.max_model_len - request.num_tokens))
+        return self.room(request, min(limit, self.max_depth))
 
     @torch.inference_mode()
     def update(self, schedule: Schedule, output: VerifyOutput) -> None:

@@ -27,6 +27,7 @@ class TokenByTokenProposer(Proposer):
     def __init__(self, *, num_speculative_tokens: int, context: ProposerContext, draft_sample_method: str) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
         self.draft_sample_method = draft_sample_method
+        self.max_model_len = context.max_model_len  # the longest text that gets drafts; some drafters see less
 
     @abstractmethod
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -47,7 +48,11 @@ class TokenByTokenProposer(Proposer):
 
     def max_draft_tokens(self, request: Request, limit: int) -> int:
         """How many of `limit` tokens the drafter can draft for a request."""
-        return limit
+        return self.room(request, limit)
+
+    def room(self, request: Request, limit: int) -> int:
+        """Of `limit` places behind a request's tokens, those that the drafter sees."""
+        return max(0, min(limit, self.max_model_len - request.num_tokens))
 
     @torch.inference_mode()
     def propose(self, schedule: Schedule) -> DraftTokens:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
-from proposers.heads.speculator_norms import InputNorm, NormedGelu
+from proposers.heads.recurrence import Recurrence
+from proposers.heads.speculator_norms import NormedGelu
 from proposers.heads.speculator_shape import SpeculatorShape
 from runner.engine.linear import WeightTarget
 from runner.engine.operations import gate, head_logits, linear
@@ -23,27 +24,21 @@ from runner.engine.operations import gate, head_logits, linear
 GATES = ("forget", "input", "output", "cell")  # in the order in which their projections are multiplied together
 
 
-class LstmSpeculator:
-    """State and cell of a row lie side by side, so that whoever keeps and picks rows knows of one tensor."""
+class LstmSpeculator(Recurrence):
+    """State and cell of a row lie side by side, so that whoever keeps and picks rows knows of one tensor.
+
+    The first state has no cell yet.
+    """
 
     def __init__(self, shape: SpeculatorShape, dtype: torch.dtype) -> None:
-        self.shape, self.width = shape, shape.inner_sizes[0]
+        super().__init__(shape)
+        self.width = shape.inner_sizes[0]
         embedded = GATES[:1] if shape.ties_gates else GATES
         self.embeddings = {name: torch.empty(shape.vocab_size, self.width, dtype=dtype) for name in embedded}
         self.head: Weight = torch.empty(shape.vocab_size, self.width, dtype=dtype)
         sizes = (shape.hidden_size, self.width)
         self.projections: list[Weight] = [torch.empty(len(GATES) * self.width, size, dtype=dtype) for size in sizes]
         self.cell_norm, self.state_norm = NormedGelu(self.width, dtype), NormedGelu(self.width, dtype)
-        self.input_norm = InputNorm(shape.hidden_size, dtype) if shape.scales_input else None
-        self.token_weight = shape.token_weight
-
-    @property
-    def max_depth(self) -> int:
-        return self.shape.max_depth
-
-    def first_state(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [num_rows, hidden] as the first step takes them; there is no cell yet."""
-        return states if self.input_norm is None else self.input_norm(states)
 
     def next_state(self, step: int, state: torch.Tensor, token_ids: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden], later [num_rows, 2 * width], and tokens [num_rows] -> [num_rows, 2 * width].

@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpacked
-from proposers.heads.speculator_norms import InputNorm, NormedGelu
+from proposers.heads.recurrence import Recurrence
+from proposers.heads.speculator_norms import NormedGelu
 from proposers.heads.speculator_shape import SpeculatorShape
 from runner.engine.linear import WeightTarget
 from runner.engine.operations import head_logits, linear
@@ -34,11 +35,11 @@ class _Layer:
         return self.normed_gelu(linear(x, self.weight, None, tile))
 
 
-class MlpSpeculator:
+class MlpSpeculator(Recurrence):
     """The recurrence; a step that shares another's weights has the same tensors."""
 
     def __init__(self, shape: SpeculatorShape, dtype: torch.dtype) -> None:
-        self.shape = shape
+        super().__init__(shape)
         width, last = shape.inner_sizes[0], shape.inner_sizes[-1]
         own = range(shape.num_steps if not shape.is_tied else 1)  # steps with all but a projection of their own
         self.embeddings = [torch.empty(shape.vocab_size, width, dtype=dtype) for _ in own]
@@ -47,8 +48,6 @@ class MlpSpeculator:
         num_projections = min(shape.num_steps, 2) if shape.is_tied else shape.num_steps
         sizes = [shape.hidden_size, *[last] * (num_projections - 1)]
         self.projections: list[Weight] = [torch.empty(width, size, dtype=dtype) for size in sizes]
-        self.input_norm = InputNorm(shape.hidden_size, dtype) if shape.scales_input else None
-        self.token_weight = shape.token_weight
 
         def layers(sizes: tuple[int, ...]) -> list[_Layer]:
             return [_Layer(before, behind, dtype) for before, behind in pairwise(sizes)]
@@ -56,14 +55,6 @@ class MlpSpeculator:
         self.token_layers = [layers((width,) * shape.num_token_layers) for _ in own]
         self.state_layers = [layers((width,) * shape.num_state_layers) for _ in sizes]
         self.inner_layers = [layers(shape.inner_sizes) for _ in own]
-
-    @property
-    def max_depth(self) -> int:
-        return self.shape.max_depth
-
-    def first_state(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [num_rows, hidden] as the first step takes them."""
-        return states if self.input_norm is None else self.input_norm(states)
 
     def next_state(self, step: int, state: torch.Tensor, token_ids: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden or inner] and tokens [num_rows] (num_rows a multiple of tile) -> [num_rows, inner]."""

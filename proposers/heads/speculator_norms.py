@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -11,17 +9,6 @@ from runner.engine.linear import WeightTarget
 from runner.engine.norms import RMSNorm
 
 EPS = 1e-6
-
-
-class InputNorm:
-    """Of the target's states, where scale_input asks for it; without parameters."""
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.norm = RMSNorm(size, EPS, dtype)
-        self.norm.weight.fill_(1.0)
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return self.norm(states) / math.sqrt(2)
 
 
 class NormedGelu:

@@ -95,14 +95,6 @@ class GatedDeltaNet(RecurrentMixer):
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.in_proj, self.gates_proj, self.out_proj]
 
-    @property
-    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.out_proj]
-
-    @property
-    def product_names(self) -> list[str]:
-        return [*self.in_proj.part_rows, self.out_proj.name]
-
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         weights, own = self.weights, f"{prefix}{self.block}."
         targets = {

@@ -68,6 +68,16 @@ class RecurrentMixer(Mixer):
     """What knows of a request's past by a state of fixed size."""
 
     kv_width = 0  # it keeps states in place of keys and values
+    in_proj: ColumnParallelLinear
+    out_proj: RowParallelLinear
+
+    @property
+    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        return [self.out_proj]
+
+    @property
+    def product_names(self) -> list[str]:
+        return [*self.in_proj.part_rows, self.out_proj.name]
 
     @abstractmethod
     def empty_states(self, num_slots: int, num_uncertain: int, dtype: torch.dtype, device: torch.device) -> LayerStates:

@@ -66,14 +66,6 @@ class ShortConv(RecurrentMixer):
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.in_proj, self.out_proj]
 
-    @property
-    def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.out_proj]
-
-    @property
-    def product_names(self) -> list[str]:
-        return [*self.in_proj.part_rows, self.out_proj.name]
-
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         own = f"{prefix}{SHORT_CONV}.conv."
         channels = self.weights.convolution.t().unsqueeze(1)  # [width, 1, taps]
