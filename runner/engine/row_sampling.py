@@ -72,7 +72,7 @@ class RowSampling:
         from kernels.cpu.sampling import sample as on_cpu
 
         temperatures = self.temperatures
-        if self._truncates:
+        if self.has_cuts:
             logits, temperatures = self.processed(logits), None
         return on_cpu(
             logits,
@@ -120,7 +120,7 @@ class RowSampling:
         from kernels.top_candidates import top_candidates
 
         cuts = None
-        if self._truncates:
+        if self.has_cuts:
             cuts = self._each(len(logits) // len(self.positions)).truncated(logits, need_mass=False).cuts
         noise = (self.seeds, self.positions) if is_drawn else ()
         return top_candidates(
@@ -148,7 +148,7 @@ class RowSampling:
         return top_candidates(scores, width, token_ids, sharpness=sharpness)
 
     @property
-    def _truncates(self) -> bool:
+    def has_cuts(self) -> bool:
         return self.min_p is not None or self.top_k is not None or self.top_p is not None
 
     def _each(self, repeats: int) -> RowSampling:
@@ -163,10 +163,10 @@ class RowSampling:
         if not runs_kernels(logits):
             from kernels.cpu.truncation import truncate
 
-            nothing_asked = self.temperatures is None and not self._truncates
+            nothing_asked = self.temperatures is None and not self.has_cuts
             return logits if nothing_asked else truncate(logits, **self._parameters)
         cuts = None
-        if self._truncates:
+        if self.has_cuts:
             cuts = self.truncated(logits, need_mass=False).cuts
         if self.temperatures is not None:
             logits = logits / self.temperatures.unsqueeze(1)
