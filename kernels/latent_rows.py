@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
+from kernels.registers import MAX_REGISTERS
 from kernels.rms_norm import norm_row
 from kernels.sizes import cdiv, next_power_of_2
 
-MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 32  # of a program: with 4 warps a thread has 16 bytes of either half of 64 turned elements
 
 

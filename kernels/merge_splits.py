@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.exp2 import LOG2_E
 from kernels.kernel import Kernel
+from kernels.registers import MAX_REGISTERS
 
 MERGED_SPLITS = 16
-MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it merges before it waits for any
-LOG2_E = tl.constexpr(1.4426950408889634)  # logits are kept times this, so that exponentials are powers of two
 
 
 @triton.jit

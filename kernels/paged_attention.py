@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.exp2 import LOG2_E
 from kernels.kernel import Kernel
-from kernels.merge_splits import LOG2_E, merge_splits, visible, with_sink
+from kernels.merge_splits import merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
 from kernels.shared_memory import HOPPERS, shared_memory
 from kernels.sizes import cdiv, next_power_of_2

@@ -12,12 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.exp2 import LOG2_E
+
 LEAST: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # the rank of nothing
 NO_EXPONENT: tl.constexpr = tl.constexpr(-0x40000000)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LN_2_HIGH: tl.constexpr = tl.constexpr(0.693359375)  # few bits, so that products with exponents are exact
 LN_2_LOW: tl.constexpr = tl.constexpr(-2.12194440e-4)
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

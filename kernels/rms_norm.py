@@ -21,10 +21,10 @@ from kernels.dependent_launch import await_input, can_overlap, prefetch
 from kernels.kernel import Kernel
 from kernels.partial_sums import load_row, row_arguments
 from kernels.reference.partial_sums import PartialSums
+from kernels.registers import MAX_REGISTERS
 from kernels.sizes import next_power_of_2
 
 ELEMENTS_OF_A_WARP = 512
-MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 LINE: tl.constexpr = tl.constexpr(32)  # elements of a cache line, at least: float32's
 
 

@@ -19,9 +19,9 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.partial_sums import load_row, row_arguments
 from kernels.reference.partial_sums import PartialSums
+from kernels.registers import MAX_REGISTERS
 from kernels.sizes import cdiv, next_power_of_2
 
-MAX_REGISTERS = 128  # of a thread. Told so, ptxas lets a program ask for all that it reads before it waits for any
 HEADS = 16  # of a program: with 4 warps a thread has 16 bytes of either half of a 128 wide head
 WIDE_HEADS = 4  # of heads wider than 256: the same of a 512 wide one, 16 of which fill a thread's registers
 

@@ -9,7 +9,7 @@ import math
 import triton
 import triton.language as tl
 
-from kernels.merge_splits import LOG2_E
+from kernels.exp2 import LOG2_E
 
 GELU_LINEAR: tl.constexpr = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBIC: tl.constexpr = tl.constexpr(0.044715 * GELU_LINEAR.value)

@@ -18,8 +18,8 @@ from rich.console import Console
 from runner.benchmarks import offline_engine, vllm
 from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError, Start
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine
-from runner.benchmarks.turns import take_turns
-from runner.benchmarks.vllm_report import PLAIN, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
+from runner.benchmarks.turns import PLAIN, take_turns
+from runner.benchmarks.vllm_report import TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
 from runner.engine.errors import UserError
 from runner.tiny import TARGET_DIR
 

@@ -18,6 +18,7 @@ VOCAB_SIZE = 128_256  # Llama 3's
 LARGEST_SEED = 2**63 - 1
 CACHES_OF_COPIES = 8  # copies of what comes from memory together fill so many second-level caches
 MOST_COPIES = 128
+COMPANY = 17  # rows that one row is compared among
 
 
 class CheckFailed(Exception):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels import experts, experts_linear
-from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import COMPANY, Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import FP4_GROUP, QuantizedWeight
 from kernels.reference import experts as reference
@@ -32,7 +32,6 @@ CORRECTED_SHAPE = {"num_experts": 128, "choices": 8, "hidden": 4096}
 GEMMA_SHAPE = {"num_experts": 128, "choices": 8, "hidden": 2816, "inner": 704}
 SMALL_SHAPE = {"num_experts": 5, "choices": 2, "hidden": 70, "inner": 40}
 SMALL_PACKED_SHAPE = {**SMALL_SHAPE, "hidden": 96, "inner": 64}
-COMPANY = 17  # rows that one row is compared among
 
 Product = Callable[..., Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import heads_linear as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import COMPANY, Case, Setting, Work, check_error, check_row_bits, name_of
 from kernels.reference.heads_linear import linear_of_heads as by_definition
 
 ROWS = (1, 8, 64, 512)
@@ -24,7 +24,6 @@ SHAPES = {  # heads, out_features, in_features
 }
 SMALL_SHAPES = {"to latents": (3, 70, 40), "to values": (2, 24, 72)}
 TURNED = 64  # elements of a head behind those that are multiplied, or behind the results
-COMPANY = 17  # rows that one row is compared among
 
 
 def cases(setting: Setting) -> list[Case]:

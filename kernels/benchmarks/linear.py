@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import COMPANY, Case, Setting, Work, check_error, check_row_bits, name_of
 from kernels.benchmarks.weights import copies_of, num_bytes_of, random_codes
 from kernels.quantized_weight import CODES, FP4_GROUP, QuantizedWeight, fits_codes, num_groups, quantize
 from kernels.reference.act_and_mul import act_and_mul
@@ -31,7 +31,6 @@ WEIGHTS = {  # out_features, in_features
     "head": (128256, 4096),
 }
 SMALL_WEIGHTS = {"qkv": (96, 70), "o": (64, 256), "gate_up": (2 * 72, 101), "down": (64, 200), "head": (130, 64)}
-COMPANY = 17  # rows that one row is compared among
 # Quantized weights, and the inputs that share a scale (None: all of an output's).
 HELD: dict[str, tuple[Kind, int | None]] = {
     "fp8": ("fp8", None),

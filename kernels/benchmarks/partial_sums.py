@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear as kernel
-from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import COMPANY, Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
 from kernels.partial_sums import add_up
 from kernels.reference.act_and_mul import act_and_mul
 from kernels.reference.partial_sums import PartialSums
@@ -23,7 +23,6 @@ from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_and_write
 
 EPS = 1e-5
-COMPANY = 17
 ROWS = (1, 8, 64, 256)
 NUM_PARTS, BLOCK_SIZE = 4, 16
 SMALL = {"hidden": 1024, "intermediate": 1056, "heads": 4, "kv_heads": 2, "head_dim": 16}

@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from kernels import rms_norm as kernel
-from kernels.benchmarks.case import VOCAB_SIZE, Case, Setting, Work, check_equal, check_error, check_row_bits, name_of
+from kernels.benchmarks.case import (
+    COMPANY,
+    VOCAB_SIZE,
+    Case,
+    Setting,
+    Work,
+    check_equal,
+    check_error,
+    check_row_bits,
+    name_of,
+)
 from kernels.reference import rms_norm as reference
 
 HIDDEN, EPS = 4096, 1e-5
-COMPANY = 17
 
 
 def cases(setting: Setting) -> list[Case]:

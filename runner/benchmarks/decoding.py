@@ -23,7 +23,7 @@ from runner.cli.arguments import at_least, file_to_write
 from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
 from runner.machine import describe_machine
-from runner.metrics.rates import percentiles
+from runner.metrics.rates import SPREAD, percentiles
 from runner.results import write_metrics
 
 START, IDENTICAL = "start", "identical"
@@ -31,7 +31,6 @@ CASE_NAMES = (START, IDENTICAL, *CASES)
 DEFAULTS = {"model": "llama8b", "prompt_tokens": 128, "new_tokens": 256}  # what the goals are for
 COLD_START_GOAL_S, WARM_START_GOAL_S = 30.0, 10.0
 GOAL_GPU = "H200"
-SPREAD = ("median", "p20", "p80")
 
 
 @dataclass(kw_only=True)

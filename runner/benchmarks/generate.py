@@ -29,14 +29,14 @@ from runner.benchmarks.compared_model import (
     model_directory,
 )
 from runner.benchmarks.drawn_weights import draw_weights
-from runner.benchmarks.turns import ratios, take_turns, turns_parser
+from runner.benchmarks.turns import PLAIN, ratios, take_turns, turns_parser
 from runner.cli.program import exit_status
 from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_machine
 from runner.metrics import MetricsCollector
-from runner.metrics.rates import percentiles
+from runner.metrics.rates import SPREAD, percentiles
 from runner.prompts import make_requests
 from runner.results import write_metrics
 from runner.target import hide_kernels_client
@@ -44,8 +44,6 @@ from runner.tiny import DRAFT_DIR, TARGET_NAME
 
 SINGLE, BATCH = 1, 16
 CONDITIONS = ("dtype", "threads", "prompt_len", "output_len", "rounds")
-SPREAD = ("median", "p20", "p80")
-PLAIN = "none"
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},

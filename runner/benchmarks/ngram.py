@@ -30,7 +30,7 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule, ScheduledRequest
 from runner.machine import describe_machine
-from runner.metrics.rates import percentiles
+from runner.metrics.rates import SPREAD, percentiles
 from runner.results import write_metrics
 
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 4
@@ -236,10 +236,10 @@ def _print(found: dict[str, Any]) -> None:
         f"{conditions['requests']} contexts of {conditions['context']:,} tokens, {found['cpu']}, microseconds a call"
     )
     search = microseconds["search from the end, 1 new token"]["median"]
-    table = Table("", "median", "p20", "p80", "search / this", title=title)
+    table = Table("", *SPREAD, "search / this", title=title)
     for name, spread in microseconds.items():
         ratio = f"{search / spread['median']:.1f}x" if "1 new token" in name else ""
-        table.add_row(name, *(f"{spread[key]:,.1f}" for key in ("median", "p20", "p80")), ratio)
+        table.add_row(name, *(f"{spread[key]:,.1f}" for key in SPREAD), ratio)
     if found["gpu"] is None:
         table.add_row("ngram_gpu", "unmeasured: no GPU here", "", "", "")
     Console(width=110).print(table, f"{found['bytes_per_token']:.1f} bytes a token of context")

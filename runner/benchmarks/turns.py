@@ -10,6 +10,8 @@ import torch
 
 from runner.cli.arguments import at_least, file_to_write
 
+PLAIN = "none"  # the method whose turns the others' are measured by
+
 
 def take_turns(contestants: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
     """Name -> what each of its turns returned, tokens/s say; a round before those counted warms everybody up."""

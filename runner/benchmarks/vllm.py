@@ -27,8 +27,8 @@ from rich.console import Console
 from runner.benchmarks.compared_model import add_model_options, check_model, compared_prompts
 from runner.benchmarks.engine_process import EngineProcess, EngineRefusedError
 from runner.benchmarks.offline_engine import Answer, Batch, OfflineEngine, open_this_engine, open_vllm
-from runner.benchmarks.turns import take_turns, turns_parser
-from runner.benchmarks.vllm_report import ENGINES, PLAIN, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
+from runner.benchmarks.turns import PLAIN, take_turns, turns_parser
+from runner.benchmarks.vllm_report import ENGINES, TEMPERATURES, THIS, VLLM, Case, Found, as_json, print_tables
 from runner.cli.screen import show_error, show_interrupt
 from runner.engine.errors import UserError
 from runner.machine import describe_machine

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.benchmarks.offline_engine import Answer
-from runner.benchmarks.turns import ratios
+from runner.benchmarks.turns import PLAIN, ratios
 from runner.metrics.rates import percentiles
 
 THIS, VLLM = ENGINES = ("this engine", "vLLM")
-PLAIN = "none"
 TEMPERATURES = (0.0, 0.8)
 REFUSED = "refused"
 

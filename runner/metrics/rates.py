@@ -11,6 +11,7 @@ from typing import Any
 from runner.metrics.core_wait import doubtful_waits
 from runner.metrics.records import RequestRecord
 
+SPREAD = ("median", "p20", "p80")  # of `percentiles`, what tables show
 SHORT_PASS_S = 0.5  # a pass of so little time tells of its first steps
 
 
