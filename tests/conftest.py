@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import numpy as np
@@ -36,6 +36,9 @@ from tests.emulated_device import EmulatedDevice
 from tests.graphs_for_tests import recorded
 from tests.heads_for_tests import HEADS, make_fair
 from tests.interpreted_calls import interpret_quickly
+
+if TYPE_CHECKING:
+    from tests.command_line import CommandLine
 
 # The same examples in every run, so that what fails here fails everywhere;
 # `pytest --hypothesis-profile=exploring` draws others, and twice as many.
@@ -206,6 +209,21 @@ def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def engines() -> Engines:
     return Engines()
+
+
+@pytest.fixture(scope="session")
+def plain(engines: Engines) -> list[Request]:
+    """What plain decoding says to the prompts of tests/test_losslessness.py, with room for everything."""
+    from tests.test_losslessness import PARAMS, PROMPTS, ROOMY
+
+    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+    from tests.command_line import CommandLine
+
+    return CommandLine(monkeypatch, capsys, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,24 @@ from typing import Any
 import pytest
 import torch
 
+from proposers.heads.speculator import Speculator, load_speculator
+from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM
 from tests.conftest import complete
-from tests.transformers_reference import KeepFloat64, hidden_states, in_float64, random_model, save, save_tokenizer
+from tests.transformers_reference import (
+    CPU,
+    KeepFloat64,
+    hidden_states,
+    in_float64,
+    load,
+    random_model,
+    save,
+    save_tokenizer,
+)
 
 HIDDEN_SIZE, VOCAB_SIZE = 32, 48
 TARGET_SHAPE: dict[str, Any] = {
@@ -102,6 +114,65 @@ def drafts_of_a_run(
     params = [SamplingParams(temperature=0.0, max_tokens=9 + i, ignore_eos=True) for i in range(len(PROMPTS))]
     complete(llm, PROMPTS, params)
     return recorded
+
+
+def rms_normed(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+
+# Saves a speculator of this config, these tensors and this file, and reads it for the target.
+Read = Callable[[dict[str, Any], dict[str, torch.Tensor], str], Speculator]
+
+
+def reader(target: Target, directory: Path) -> Read:
+    loaded = load(ModelSource(model=str(target.directory)))
+
+    def save_and_read(config: dict[str, Any], tensors: dict[str, torch.Tensor], file: str) -> Speculator:
+        source = ModelSource(model=str(save_head(directory, config, tensors, file)), name="method.model")
+        return load_speculator(source, loaded, device=CPU, dtype=torch.float32)
+
+    return save_and_read
+
+
+def states_and_tokens(num_steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of ten rows: states [10, hidden], and the token [10] that each step reads."""
+    generator = torch.Generator().manual_seed(1)
+    states = 3.0 * torch.randn(10, HIDDEN_SIZE, generator=generator)
+    return states, list(torch.randint(VOCAB_SIZE, (num_steps, 10), generator=generator))
+
+
+def logits_of(
+    speculator: Speculator, states: torch.Tensor, tokens: list[torch.Tensor], tile: int | None
+) -> list[torch.Tensor]:
+    """[10, vocab] of each step."""
+    found, state = [], speculator.first_state(states)
+    for step, previous in enumerate(tokens):
+        state = speculator.next_state(step, state, previous, tile)
+        found.append(speculator.logits(step, state, tile))
+    return found
+
+
+# Logits [num_rows, vocab] of each step over states [num_rows, hidden]; step i reads tokens[i] [num_rows].
+ReferenceLogits = Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
+
+
+def assert_drafted_by(
+    reference: ReferenceLogits, target: Target, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
+) -> None:
+    """Of steps that draft up to three tokens, from the last token x_{n-1} and the state that it was guessed from."""
+    drafts = [draft for draft in drafts_of_a_run(target, monkeypatch, method) if draft.drafted]
+    assert len(drafts) > 20 and {len(draft.drafted) for draft in drafts} == {1, 2, 3}, "n_predict at most"
+    for draft in drafts:
+        state = target.exact_state(draft.token_ids[:-1])[None]
+        known = [torch.tensor([token]) for token in (draft.token_ids[-1], *draft.drafted[:-1])]
+        assert draft.drafted == [logits.argmax().item() for logits in reference(state, known)]
+
+
+def assert_refused(read: Callable[..., Any], values: tuple[Any, ...], file: str, message: str) -> None:
+    """values: a config and tensors."""
+    with pytest.raises(UserError, match=message) as caught:
+        read(*values, file)
+    assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
 
 
 # Changes to a config and its tensors before they are saved.

@@ -92,6 +92,14 @@ def context_of(target: Target) -> ProposerContext:
     )
 
 
+def reference_logits(reference: Any, layout: str, model: Any, passes: Sequence[Pass]) -> list[torch.Tensor]:
+    """[num_draft_tokens, vocab] of each pass. reference: the class of a rewrite; model: the target, in its dtype."""
+    return [
+        reference(layout, model, one.token_ids, len(one.drafted)).logits([one.token_ids[-1], *one.drafted[:-1]])
+        for one in passes
+    ]
+
+
 def passes_of_a_run(
     target: Target, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], **engine_args: Any
 ) -> tuple[list[Pass], list[Request]]:

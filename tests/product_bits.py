@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kernels.cpu import panels
 from kernels.cpu.panels import Weight, can_pack, pack, unpack
+from runner.engine import start_check
+from runner.engine.layers import DecoderLayer
+from runner.engine.paged_shape import PagedShape
 
 FEW = (2, 5, 17, 33, 130)
 OF_AN_8B_MODEL = (2, 8, 17, 33, 64, 65, 130, 520, 1088)
@@ -50,3 +53,21 @@ def assert_panels_of_every_width_agree(weight: Weight, x: Tensor) -> None:
         assert torch.equal(unpack(packed), unpack(weight))
         results.append(linear(x, packed))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def weights_asked_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, layers: Sequence[DecoderLayer], beside: Sequence[Weight]
+) -> list[int]:
+    """The ids of those whose products a start compares, in order."""
+    asked: list[int] = []
+
+    def note(_product: Any, weights: list[Any], *_: Any) -> bool:
+        asked.extend(map(id, weights))
+        return True
+
+    monkeypatch.setattr(start_check, "_rows_agree", note)
+    monkeypatch.setattr(start_check, "_attentions_agree", lambda *_: True)
+    shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
+    shapes = {"decode": shape, "prefill": shape}
+    assert start_check._kernels_keep_bits(shapes, layers, beside, None, 16)
+    return sorted(asked)

@@ -19,7 +19,7 @@ from kernels.cpu.amx import has_amx
 from kernels.cpu.huge_pages import HUGE_PAGE, in_huge_pages
 from kernels.cpu.linear import linear
 from kernels.cpu.panels import has_feature, pack
-from tests.test_row_invariance import randn
+from tests.seeded import randn
 
 needs_amx = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX for bfloat16")
 CROSS_COMPILE = """

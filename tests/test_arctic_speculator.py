@@ -17,10 +17,7 @@ from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight
 from proposers.heads.quantized import quantize_head
-from proposers.heads.speculator import Speculator, load_speculator
 from runner.engine.checkpoint import ModelSource
-from runner.engine.errors import UserError
-from runner.engine.loader import LoadedModel
 from runner.engine.sampling_params import SamplingParams
 from tests.conftest import Engines, complete
 from tests.emulated_device import EmulatedDevice
@@ -28,17 +25,23 @@ from tests.heads_for_tests import HEADS
 from tests.last_state_reference import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
+    Read,
     Target,
+    assert_drafted_by,
+    assert_refused,
     changed,
-    drafts_of_a_run,
+    logits_of,
     random_tensors,
+    reader,
+    rms_normed,
     save_head,
     save_target,
+    states_and_tokens,
     with_,
     without,
 )
 from tests.test_whole_steps import Traffic, play
-from tests.transformers_reference import CPU, assert_as_accurate, load
+from tests.transformers_reference import CPU, assert_as_accurate
 
 NUM_STEPS, WIDTH, LAST_WIDTH = 3, 24, 16
 PICKLE, FILE = "pytorch_model.bin", "model.safetensors"
@@ -153,10 +156,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
 DEPTHS = {"lstm": 3, "lstm, each gate its embedding": 5, "rnn": 3, "rnn of layers": 3, "mlp": 2}
 
 
-def rms_normed(x: Tensor) -> Tensor:
-    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-
-
 def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
@@ -227,39 +226,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module")
-def loaded(target: Target) -> LoadedModel:
-    return load(ModelSource(model=str(target.directory)))
-
-
 @pytest.fixture
-def read(loaded: LoadedModel, tmp_path: Path) -> Callable[..., Speculator]:
-    """Saves a speculator and reads it for the target."""
-
-    def save_and_read(values: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Speculator:
-        source = ModelSource(model=str(save_head(tmp_path / "head", values, tensors, file)), name="method.model")
-        return load_speculator(source, loaded, device=CPU, dtype=torch.float32)
-
-    return save_and_read
-
-
-def logits_of(speculator: Speculator, states: Tensor, tokens: list[Tensor], tile: int | None) -> list[Tensor]:
-    found, state = [], speculator.first_state(states)
-    for step, previous in enumerate(tokens):
-        state = speculator.next_state(step, state, previous, tile)
-        found.append(speculator.logits(step, state, tile))
-    return found
-
-
-def states_and_tokens(num_steps: int) -> tuple[Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    states = 3.0 * torch.randn(10, HIDDEN_SIZE, generator=generator)
-    return states, list(torch.randint(VOCAB_SIZE, (num_steps, 10), generator=generator))
+def read(target: Target, tmp_path: Path) -> Read:
+    return reader(target, tmp_path / "head")
 
 
 @pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_as_accurate_as_a_rewrites(read: Callable[..., Speculator], layout: str, tile: int | None) -> None:
+def test_logits_are_as_accurate_as_a_rewrites(read: Read, layout: str, tile: int | None) -> None:
     speculator = read(*LAYOUTS[layout])
     assert speculator.max_depth == DEPTHS[layout]
     states, tokens = states_and_tokens(speculator.max_depth)
@@ -275,17 +249,11 @@ def test_every_step_drafts_what_the_recurrence_says_from_the_last_state_and_toke
     """Each step begins with an empty cell, whatever was drafted before."""
     directory = save_head(tmp_path / "head", *LAYOUTS[layout])
     method = {"model": str(directory), "num_speculative_tokens": 5}  # its files say which method
-    drafts = [draft for draft in drafts_of_a_run(target, monkeypatch, method) if draft.drafted]
-    assert len(drafts) > 20 and {len(draft.drafted) for draft in drafts} == {1, 2, 3}, "n_predict at most"
-    for draft in drafts:
-        state = target.exact_state(draft.token_ids[:-1])[None]
-        known = [torch.tensor([token]) for token in (draft.token_ids[-1], *draft.drafted[:-1])]
-        expected = Reference(layout, torch.float64).logits(state, known)
-        assert draft.drafted == [logits.argmax().item() for logits in expected]
+    assert_drafted_by(Reference(layout, torch.float64).logits, target, monkeypatch, method)
 
 
 @pytest.mark.parametrize("layout", ["lstm", "rnn of layers"])
-def test_all_that_is_multiplied_by_can_be_held_in_8_bits(read: Callable[..., Speculator], layout: str) -> None:
+def test_all_that_is_multiplied_by_can_be_held_in_8_bits(read: Read, layout: str) -> None:
     speculator = read(*LAYOUTS[layout])
     states, tokens = states_and_tokens(NUM_STEPS)
     dense = logits_of(speculator, states, tokens, 1)
@@ -381,9 +349,7 @@ def test_captured_steps_draft_on_a_gpu_what_the_cpu_does(of_lstm: Engines, emula
     ],
 )  # fmt: skip
 def test_what_is_not_this_targets_speculator_is_one_message(
-    read: Callable[..., Speculator], layout: str, change: Callable[..., Any], message: str
+    read: Read, layout: str, change: Callable[..., Any], message: str
 ) -> None:
     values, tensors, file = LAYOUTS[layout]
-    with pytest.raises(UserError, match=message) as caught:
-        read(*change(values, tensors), file)
-    assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
+    assert_refused(read, change(values, tensors), file, message)

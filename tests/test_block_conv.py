@@ -13,7 +13,8 @@ from kernels.cpu.block_conv import block_conv as on_cpu
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.block_conv import block_conv as reference
 from kernels.reference.partial_sums import PartialSums
-from tests.test_rms_norm_kernel import assert_error_is_the_definitions, normal
+from tests.seeded import randn
+from tests.test_rms_norm_kernel import assert_error_is_the_definitions
 
 triton_ops = pytest.importorskip("kernels.block_conv")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -59,8 +60,8 @@ def test_rows_see_those_before_them_within_their_own_request(
     op, device = op_and_device
     if dtype == torch.bfloat16 and op is triton_ops.block_conv and device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
-    x, base = normal(NUM_ROWS, width, dtype=dtype, seed=0), normal(taps, width, dtype=dtype, seed=1)
-    both = normal(NUM_ROWS, 2 * taps * width // group, dtype=dtype, seed=2)  # rows that lie further apart
+    x, base = randn(NUM_ROWS, width, dtype=dtype, seed=0), randn(taps, width, dtype=dtype, seed=1)
+    both = randn(NUM_ROWS, 2 * taps * width // group, dtype=dtype, seed=2)  # rows that lie further apart
     deltas = both[:, both.shape[1] // 2 :]
     x[4] = float("nan")  # no other request sees it
     there = x.to(device), both.to(device)[:, both.shape[1] // 2 :], base.to(device)
@@ -77,8 +78,8 @@ def test_rows_see_those_before_them_within_their_own_request(
 
 
 def test_a_product_s_partial_sums_are_added_up_first(kernel_device: torch.device) -> None:
-    parts, bias = normal(3, 5, 70, dtype=torch.float32, seed=0), normal(70, dtype=torch.float16, seed=1)
-    deltas, base = (normal(rows, 140 // rows * rows, dtype=torch.float16, seed=2) for rows in (5, 1))
+    parts, bias = randn(3, 5, 70, dtype=torch.float32, seed=0), randn(70, dtype=torch.float16, seed=1)
+    deltas, base = (randn(rows, 140 // rows * rows, dtype=torch.float16, seed=2) for rows in (5, 1))
     base = base.view(2, 70)
     rows = PartialSums(parts=parts.to(kernel_device), scales=None, bias=bias.to(kernel_device), dtype=torch.float16)
     arguments = (deltas[:, :20].to(kernel_device), base.to(kernel_device), segments_of((2, 3), kernel_device))

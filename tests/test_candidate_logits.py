@@ -11,7 +11,8 @@ from torch import Tensor
 from kernels.cpu.candidate_logits import candidate_logits as on_cpu
 from kernels.reference.candidate_logits import candidate_logits as reference
 from kernels.reference.cluster_logits import OUTSIDE
-from tests.test_rms_norm_kernel import assert_error_is_the_definitions, normal
+from tests.seeded import randn
+from tests.test_rms_norm_kernel import assert_error_is_the_definitions
 
 triton_ops = pytest.importorskip("kernels.candidate_logits")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -36,11 +37,11 @@ def test_candidates_have_their_logits_and_other_tokens_none(
         pytest.skip("Triton's interpreter knows no bfloat16")
     generator = torch.Generator().manual_seed(5)
     # Of a block's places each second one: rows that lie further apart.
-    unary = normal(8, num_candidates, dtype=torch.float32, seed=0)[::2]
-    hidden = normal(8, rank, dtype=dtype, seed=1)[1::2]
+    unary = randn(8, num_candidates, dtype=torch.float32, seed=0)[::2]
+    hidden = randn(8, rank, dtype=dtype, seed=1)[1::2]
     chosen = [torch.randperm(VOCAB_SIZE, generator=generator)[:num_candidates] for _ in range(8)]
     candidates = torch.stack(chosen)[::2]
-    predecessors, successors = (normal(VOCAB_SIZE, rank, dtype=dtype, seed=seed) for seed in (2, 3))
+    predecessors, successors = (randn(VOCAB_SIZE, rank, dtype=dtype, seed=seed) for seed in (2, 3))
     token_ids = torch.randint(0, VOCAB_SIZE, (4 * num_each,), generator=generator)
     arguments = unary, candidates, hidden, predecessors, successors, token_ids
     there = [own.to(device) for own in arguments]

@@ -22,11 +22,6 @@ from tests.command_line import CommandLine
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    return CommandLine(monkeypatch, capsys, tmp_path)
-
-
 # --- what runs ----------------------------------------------------------------------------------------------------
 
 

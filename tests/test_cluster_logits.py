@@ -11,7 +11,8 @@ from torch import Tensor
 from kernels.cpu.cluster_logits import cluster_logits as on_cpu
 from kernels.reference.cluster_logits import OUTSIDE
 from kernels.reference.cluster_logits import cluster_logits as reference
-from tests.test_rms_norm_kernel import assert_error_is_the_definitions, normal
+from tests.seeded import randn
+from tests.test_rms_norm_kernel import assert_error_is_the_definitions
 
 triton_ops = pytest.importorskip("kernels.cluster_logits")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -34,8 +35,8 @@ def test_tokens_of_chosen_clusters_have_their_logits_and_others_none(
     if dtype == torch.bfloat16 and op is triton_ops.cluster_logits and device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
     generator = torch.Generator().manual_seed(2)
-    states = normal(5, hidden + 9, dtype=dtype, seed=0)[:, 9:]  # rows that lie further apart
-    table = normal(7 * size, hidden, dtype=dtype, seed=1).view(7, size, hidden)
+    states = randn(5, hidden + 9, dtype=dtype, seed=0)[:, 9:]  # rows that lie further apart
+    table = randn(7 * size, hidden, dtype=dtype, seed=1).view(7, size, hidden)
     token_ids = torch.randperm(7 * size, generator=generator).view(7, size)
     chosen = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(5)])
     arguments = [own.to(device) for own in (states, table, token_ids, chosen)]

@@ -41,6 +41,7 @@ from tests.one_pass_reference import (
     Target,
     context_of,
     passes_of_a_run,
+    reference_logits,
     save_target,
 )
 from tests.other_families import GEMMA
@@ -150,16 +151,9 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     method = {"method": "dflash", "model": save_head(tmp_path / "head", *LAYOUTS[layout]), "num_speculative_tokens": 5}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert len(passes) > 20 and {1, 5} < {len(one.drafted) for one in passes}
-
-    def logits(model: Any) -> list[Tensor]:
-        return [
-            Reference(layout, model, one.token_ids, len(one.drafted)).logits([one.token_ids[-1], *one.drafted[:-1]])
-            for one in passes
-        ]
-
-    theirs = torch.cat(logits(target.model))
+    theirs = torch.cat(reference_logits(Reference, layout, target.model, passes))
     with KeepFloat64():
-        exact = torch.cat(logits(in_float64(target.model)))
+        exact = torch.cat(reference_logits(Reference, layout, in_float64(target.model), passes))
     ours, is_candidate = torch.cat([one.logits for one in passes]), exact.isfinite()
     assert_as_accurate(ours[is_candidate], theirs[is_candidate], exact[is_candidate])
     assert (ours.softmax(dim=1)[~is_candidate] == 0).all()

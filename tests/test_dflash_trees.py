@@ -122,11 +122,6 @@ def dflash(tree: str, num_speculative_tokens: int, **keys: Any) -> dict[str, Any
     return lossless.method_config("dflash", num_speculative_tokens, speculative_token_tree=shape, **keys)
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**lossless.ROOMY), lossless.PROMPTS, lossless.PARAMS)[0]
-
-
 @pytest.mark.parametrize(
     ("draft_sample_method", "num_nodes", "schedule"),
     [

@@ -92,11 +92,6 @@ LOADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
-
-
 def cells() -> Iterator[tuple[str, str]]:
     """(method, load): drafts that come and go for every method, and the two that are like it in turns."""
     always, *others = LOADS

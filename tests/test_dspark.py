@@ -19,7 +19,16 @@ from runner.engine.row_sampling import GREEDY_SHARPNESS
 from runner.engine.scheduler import Schedule
 from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from tests import test_dflash_trees
-from tests.one_pass_reference import HIDDEN_SIZE, MASK, NUM_LAYERS, VOCAB_SIZE, Target, context_of, passes_of_a_run
+from tests.one_pass_reference import (
+    HIDDEN_SIZE,
+    MASK,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    Target,
+    context_of,
+    passes_of_a_run,
+    reference_logits,
+)
 from tests.one_pass_reference import save_target as save
 from tests.quantized_checkpoints import nvfp4
 from tests.test_dflash import (
@@ -226,16 +235,9 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     method = {"method": "dspark", "model": save_head(tmp_path / "head", *LAYOUTS[layout]), "num_speculative_tokens": 5}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert len(passes) > 20 and {1, 5} < {len(one.drafted) for one in passes}
-
-    def logits(model: Any) -> list[Tensor]:
-        return [
-            Reference(layout, model, one.token_ids, len(one.drafted)).logits([one.token_ids[-1], *one.drafted[:-1]])
-            for one in passes
-        ]
-
-    theirs = logits(target.model)
+    theirs = reference_logits(Reference, layout, target.model, passes)
     with KeepFloat64():
-        exact = logits(in_float64(target.model))
+        exact = reference_logits(Reference, layout, in_float64(target.model), passes)
     ours, is_drafted = torch.cat([one.logits for one in passes]), torch.cat(exact).isfinite()
     assert_as_accurate(ours[is_drafted], torch.cat(theirs)[is_drafted], torch.cat(exact)[is_drafted])
     assert [one.drafted for one in passes] == [rows.argmax(dim=-1).tolist() for rows in exact]

@@ -13,17 +13,16 @@ import torch
 from kernels.cpu.panels import Panels
 from kernels.quantized_weight import QuantizedWeight
 from runner.config import SpeculativeConfig
-from runner.engine import start_check
 from runner.engine.decoder import Decoder
 from runner.engine.experts import Experts
 from runner.engine.mlp import MLP
-from runner.engine.paged_shape import PagedShape
 from runner.engine.request import Request
 from runner.llm import LLM
 from runner.ranks.ranks import Ranks
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.other_families import FAMILIES
+from tests.product_bits import weights_asked_of_a_gpu
 from tests.rank_threads import in_ranks
 from tests.test_emulated_gpu import DRAFT_MODEL, DRAWN, GPU, GREEDY, SMALL
 from tests.test_emulated_gpu import PROMPTS as SHORT_PROMPTS
@@ -116,21 +115,11 @@ def test_a_gpu_is_asked_at_the_start_for_every_product_of_both_kinds_of_layers(
     """A dense first layer's, a router's, a shared expert's and those of heads too."""
     model = engines(architecture=architecture, **ROOMY).engine.target.model
     assert isinstance(model, Decoder)
-    asked: list[int] = []
-
-    def note(_product: Any, weights: list[Any], *_: Any) -> bool:
-        asked.extend(map(id, weights))
-        return True
-
-    monkeypatch.setattr(start_check, "_rows_agree", note)
-    monkeypatch.setattr(start_check, "_attentions_agree", lambda *_: True)
-    shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
-    shapes = {"decode": shape, "prefill": shape}
-    assert start_check._kernels_keep_bits(shapes, model.sample_layers, [model.lm_head], None, 16)
+    asked = weights_asked_of_a_gpu(monkeypatch, model.sample_layers, [model.lm_head])
     dense, mixed = model.layers
     assert isinstance(dense.mlp, MLP) and isinstance(mixed.mlp, Experts) and mixed.mlp.shared is not None
     weights = [model.lm_head, mixed.mlp.router, *dense.product_weights, *mixed.product_weights]
-    assert len(weights) == num_asked and sorted(asked) == sorted(map(id, weights))
+    assert len(weights) == num_asked and asked == sorted(map(id, weights))
 
 
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])

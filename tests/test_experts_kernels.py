@@ -17,7 +17,8 @@ from kernels.words import Kind
 from tests.emulated_device import EmulatedDevice
 from tests.no_readback import NoReadback
 from tests.product_errors import assert_error_is_torchs
-from tests.test_linear_kernel import normal, rounding_between_steps, small_integers
+from tests.seeded import randn
+from tests.test_linear_kernel import rounding_between_steps, small_integers
 from tests.test_quantized_weight import on, random_weight
 
 ops = pytest.importorskip("kernels.experts")
@@ -81,7 +82,7 @@ def test_rows_go_where_the_reference_sends_them(
     logits = logits_of(num_rows, num_experts, seed=seed)
     # Larger than any score, of either sign, and the same of some experts: scores decide among these.
     corrections = 8 * logits_of(1, num_experts, seed=seed + 1)[0].round() if is_corrected else None
-    factors = normal(num_experts, dtype=torch.float32, seed=seed) if has_factors else None
+    factors = randn(num_experts, dtype=torch.float32, seed=seed) if has_factors else None
     on_device = (None if given is None else given.to(kernel_device) for given in (corrections, factors))
     with pytest.MonkeyPatch.context() as patch, NoReadback():
         patch.setattr(ops, "CHUNK", 16)
@@ -100,7 +101,7 @@ def test_rows_whose_experts_are_chosen_elsewhere_are_sorted_as_the_reference_sor
     kernel_device: torch.device, dtype: torch.dtype
 ) -> None:
     chosen = logits_of(21, 7, seed=1).argsort(dim=1)[:, :3].contiguous()  # in no order
-    weights = normal(21, 3, dtype=torch.float32, seed=2)
+    weights = randn(21, 3, dtype=torch.float32, seed=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "CHUNK", 16)
         found = ops.sort_by_expert(chosen.to(kernel_device, dtype), weights.to(kernel_device), 9)
@@ -155,8 +156,8 @@ def test_results_are_added_in_the_order_of_the_choices_and_a_shared_one_last(
     routing = reference.route(logits_of(num_rows, 9, seed=seed), RoutingRule(choices, is_normalized=False))
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-4, 4, (num_rows * choices, width), generator=generator)
-    results = (normal(num_rows * choices, width, dtype=torch.float32, seed=seed) * sizes).to(dtype)
-    shared = normal(num_rows, width, dtype=torch.float32, seed=seed + 1).to(dtype) if has_shared else None
+    results = (randn(num_rows * choices, width, dtype=torch.float32, seed=seed) * sizes).to(dtype)
+    shared = randn(num_rows, width, dtype=torch.float32, seed=seed + 1).to(dtype) if has_shared else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "BLOCK", 16)
         own = None if shared is None else shared.to(kernel_device)
@@ -208,11 +209,11 @@ def test_the_error_of_experts_products_is_that_of_torch(
         pytest.skip("Triton's interpreter knows no bfloat16")
     routing = to_experts(CASES[case], 5)
     there, num_rows = to(kernel_device, routing), len(routing.places)
-    up, x = normal(5, 2 * 70, 101, dtype=dtype) / 4, normal(num_rows, 101, dtype=dtype, seed=1)
-    down, hidden = normal(5, 66, 72, dtype=dtype, seed=2), normal(len(routing.rows), 72, dtype=dtype, seed=3)
+    up, x = randn(5, 2 * 70, 101, dtype=dtype) / 4, randn(num_rows, 101, dtype=dtype, seed=1)
+    down, hidden = randn(5, 66, 72, dtype=dtype, seed=2), randn(len(routing.rows), 72, dtype=dtype, seed=3)
     cases = (("gated_linear_of_experts", x, up, (activation,)), ("linear_of_experts", hidden, down, ()))
     for op, rows, weights, gate in cases:
-        biases = normal(5, weights.shape[1], dtype=dtype, seed=4) * 3 if activation == "clamped_swiglu" else None
+        biases = randn(5, weights.shape[1], dtype=dtype, seed=4) * 3 if activation == "clamped_swiglu" else None
         on_device = (None if given is None else given.to(kernel_device) for given in (rows, weights, biases))
         own_rows, own_weights, own_biases = on_device
         found = getattr(products, op)(own_rows, own_weights.unbind(), there, own_biases, *gate)
@@ -239,7 +240,7 @@ def test_weights_in_8_bits_are_multiplied_by(
     kernel_device: torch.device, small_cuts: None, kind: Kind, group_size: int | None
 ) -> None:
     routing = to_experts(CASES["many"], 5)
-    there, x = to(kernel_device, routing), normal(39, 101, dtype=torch.float32)
+    there, x = to(kernel_device, routing), randn(39, 101, dtype=torch.float32)
     weights = quantized_experts(5, 2 * 35, 101, kind, group_size, kernel_device)
     dense = torch.stack([weight.exact().cpu() for weight in weights])
     for op, rows in (("linear_of_experts", x[routing.rows]), ("gated_linear_of_experts", x)):
@@ -248,7 +249,7 @@ def test_weights_in_8_bits_are_multiplied_by(
 
 def test_a_product_that_nothing_gates_may_be_of_rows(kernel_device: torch.device, small_cuts: None) -> None:
     routing = to(kernel_device, to_experts(CASES["many"], 5))
-    x, weights = (normal(*size, dtype=torch.float32).to(kernel_device) for size in ((39, 101), (5, 66, 101)))
+    x, weights = (randn(*size, dtype=torch.float32).to(kernel_device) for size in ((39, 101), (5, 66, 101)))
     expected = products.linear_of_experts(x[routing.rows], weights.unbind(), routing)
     assert torch.equal(products.linear_of_experts(x, weights.unbind(), routing, of_rows=True), expected)
 
@@ -266,7 +267,7 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
     width = 4 * linear_plan.LINE // dtype.itemsize - 3
     rows = rounding_between_steps(len(chosen), width + 8, dtype=dtype, seed=0).to(kernel_device)[:, :width]
     weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(kernel_device).unbind()
-    biases = normal(3, 66, dtype=dtype, seed=1).to(kernel_device)
+    biases = randn(3, 66, dtype=dtype, seed=1).to(kernel_device)
     gate = "clamped_swiglu"
     routing = to(kernel_device, to_experts(chosen, 3))
     with pytest.MonkeyPatch.context() as patch:
@@ -283,10 +284,10 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
 
 def test_an_expert_writes_to_its_own_places_alone(emulated_gpu: EmulatedDevice) -> None:
     """Those behind are others', whose programs may have been there before; here nobody's, and as empty as at first."""
-    weights = normal(2, 6, 8, dtype=torch.float32).to("cuda").unbind()
+    weights = randn(2, 6, 8, dtype=torch.float32).to("cuda").unbind()
     routing = to(torch.device("cuda"), to_experts([[0], [0], [1], [1], [1]], 2))
     routing.starts.copy_(torch.tensor([0, 2, 3]).to("cuda"))
-    x = normal(5, 8, dtype=torch.float32).to("cuda")
+    x = randn(5, 8, dtype=torch.float32).to("cuda")
     for op in (products.linear_of_experts, products.gated_linear_of_experts):
         assert torch.equal(op(x, weights, routing).isnan().all(dim=1).cpu(), torch.tensor([False] * 3 + [True] * 2))
 
@@ -300,8 +301,8 @@ def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def weights_of_mixture(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Router, gates and ups, and downs of five experts."""
-    up, down = normal(5, 2 * 40, 48, dtype=dtype, seed=2) / 7, normal(5, 48, 40, dtype=dtype, seed=3) / 7
-    return normal(5, 48, dtype=dtype, seed=1), up, down
+    up, down = randn(5, 2 * 40, 48, dtype=dtype, seed=2) / 7, randn(5, 48, 40, dtype=dtype, seed=3) / 7
+    return randn(5, 48, dtype=dtype, seed=1), up, down
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -311,7 +312,7 @@ def test_a_row_keeps_its_bits_whoever_else_goes_to_its_experts(
 ) -> None:
     """First, in the middle and last, of rows that go where it goes and of rows that go anywhere."""
     weights = [weight.to("cuda") for weight in weights_of_mixture(dtype)]
-    rows = normal(131, 48, dtype=dtype).to("cuda")
+    rows = randn(131, 48, dtype=dtype).to("cuda")
     if company == "like it":
         rows = rows / 100 + rows[-1:]
     alone = mixture(rows[-1:], *weights)[0]
@@ -326,7 +327,7 @@ def test_a_row_keeps_its_bits_whoever_else_goes_to_its_experts(
 
 def test_a_captured_mixture_follows_rows_to_other_experts(emulated_gpu: EmulatedDevice) -> None:
     weights = [weight.to("cuda") for weight in weights_of_mixture(torch.float32)]
-    x, other = (normal(20, 48, dtype=torch.float32, seed=seed).to("cuda") for seed in (0, 1))
+    x, other = (randn(20, 48, dtype=torch.float32, seed=seed).to("cuda") for seed in (0, 1))
     wanted = [mixture(rows, *weights) for rows in (x, other)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -343,7 +344,7 @@ def test_no_rows_give_no_rows(kernel_device: torch.device) -> None:
 
 
 def test_experts_lie_at_one_distance(kernel_device: torch.device) -> None:
-    storage = normal(7, 16, 40, dtype=torch.float32).to(kernel_device)
+    storage = randn(7, 16, 40, dtype=torch.float32).to(kernel_device)
     assert products.distance(storage.unbind()) == 16 * 40 and products.distance(storage[:1].unbind()) == 0
     assert products.distance(storage[::2, 3:9].unbind()) == 2 * 16 * 40
     for views in ([storage[0], storage[1], storage[3]], [storage[0], storage[1, :8]], storage[:2, :, :8].unbind()):

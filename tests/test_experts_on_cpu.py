@@ -21,6 +21,7 @@ from kernels.reference.act_and_mul import Activation
 from kernels.reference.experts import Routing, RoutingRule, Scores
 from kernels.words import Kind
 from runner.engine.experts import split_rows
+from tests.seeded import randn
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
 HIDDEN, INNER = 64, 48
@@ -31,10 +32,6 @@ def panels(whole: Weight, num_experts: int) -> PanelsOfExperts:
     packed = [pack(part) for part in split_rows(whole, num_experts)]
     assert all(isinstance(weight, Panels) for weight in packed)
     return PanelsOfExperts(packed)  # type: ignore[arg-type]
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def routing_of(num_rows: int, num_experts: int, choices: int, *, seed: int = 0) -> Routing:

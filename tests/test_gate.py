@@ -13,7 +13,8 @@ from kernels.cpu.act_and_mul import act_and_mul as act_and_mul_on_cpu
 from kernels.cpu.gate import gate as on_cpu
 from kernels.reference.gate import GateFunction
 from kernels.reference.gate import gate as reference
-from tests.test_rms_norm_kernel import assert_error_is_the_definitions, normal
+from tests.seeded import randn
+from tests.test_rms_norm_kernel import assert_error_is_the_definitions
 
 triton_ops = pytest.importorskip("kernels.gate")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -36,7 +37,7 @@ def op_and_device(request: pytest.FixtureRequest, kernel_device: torch.device) -
 
 def rows_and_gates(dtype: torch.dtype, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
     """Rows of 100 that lie 500 apart, and what gates them."""
-    x, by = normal(9, 500, dtype=dtype, seed=0), normal(9, width, dtype=dtype, seed=1)
+    x, by = randn(9, 500, dtype=dtype, seed=0), randn(9, width, dtype=dtype, seed=1)
     return x.to(device)[:, 200:300], 3 * by.to(device)
 
 

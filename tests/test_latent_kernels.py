@@ -13,7 +13,8 @@ from kernels.reference.heads_linear import linear_of_heads as products_by_torch
 from kernels.reference.latent_rows import rotate_latents
 from kernels.reference.rope import RopeTable, apply_rope
 from tests.product_errors import assert_error_is_torchs
-from tests.test_linear_kernel import normal, rounding_between_steps, small_integers
+from tests.seeded import randn
+from tests.test_linear_kernel import rounding_between_steps, small_integers
 from tests.test_rope_kernel import MAX_MODEL_LEN, angles
 
 heads = pytest.importorskip("kernels.heads_linear")
@@ -60,8 +61,8 @@ def test_the_error_of_a_heads_product_is_that_of_torch(
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
     num_rows, num_heads, num_outputs, num_inputs = shape
-    weight = normal(num_heads * num_outputs, num_inputs, dtype=dtype)
-    x = normal(num_rows, num_heads, num_inputs, dtype=dtype, seed=1)
+    weight = randn(num_heads * num_outputs, num_inputs, dtype=dtype)
+    x = randn(num_rows, num_heads, num_inputs, dtype=dtype, seed=1)
     found = product(x.to(kernel_device), weight.to(kernel_device), num_outputs)
     by_torch = products_by_torch(x, weight.chunk(num_heads), None)
     exact = products_by_torch(x.double(), weight.double().chunk(num_heads), None)
@@ -136,8 +137,8 @@ SLOTS = BLOCK_SIZE + torch.arange(max(ROWS)) * 11 % ((NUM_BLOCKS - 1) * BLOCK_SI
 def inputs(shape: Shape, dtype: torch.dtype, num_rows: int = 5) -> dict[str, Tensor]:
     num_heads, unturned, turned, rank = shape
     return {
-        "queries": normal(num_rows, num_heads, unturned + turned, dtype=dtype, seed=1),
-        "latents": normal(num_rows, rank + turned, dtype=dtype, seed=2) * 3,
+        "queries": randn(num_rows, num_heads, unturned + turned, dtype=dtype, seed=1),
+        "latents": randn(num_rows, rank + turned, dtype=dtype, seed=2) * 3,
         "norm": (torch.arange(rank) / rank + 0.3).to(dtype),
     }
 

@@ -13,16 +13,13 @@ from kernels.cpu.linear import linear
 from kernels.cpu.panels import Panels, can_pack, pack
 from kernels.reference.latent_rows import rotate_latents
 from kernels.reference.rope import RopeTable
+from tests.seeded import randn
 from tests.test_latent_kernels import UNTOUCHED, memory_of, within_wider
 from tests.test_rope_kernel import MAX_MODEL_LEN, angles
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(16, 16)), reason="this CPU has no products from panels")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 HEADS, UNTURNED, TURNED, RANK, BLOCK_SIZE = 3, 10, 8, 24, 4
-
-
-def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def panels(weight: Tensor) -> Panels:

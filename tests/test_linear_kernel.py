@@ -16,15 +16,12 @@ from kernels.reference.act_and_mul import LIMIT, Activation, act_and_mul
 from kernels.reference.softcap import softcap
 from runner.engine.start_check import _rows_agree
 from tests.product_errors import assert_error_is_torchs
+from tests.seeded import randn
 
 kernel = pytest.importorskip("kernels.linear")
 arrivals = pytest.importorskip("kernels.last_to_arrive")
 
 ROWS = (1, 2, 5, 16, 17, 33, 130)
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def rounding_between_steps(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -54,9 +51,9 @@ def test_the_error_of_a_product_is_that_of_torch(
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
     num_rows, out_features, in_features = shape
-    weight = normal(out_features, in_features, dtype=dtype)
-    x = normal(num_rows, in_features, dtype=dtype, seed=1)
-    bias = normal(out_features, dtype=dtype, seed=2) if has_bias else None
+    weight = randn(out_features, in_features, dtype=dtype)
+    x = randn(num_rows, in_features, dtype=dtype, seed=1)
+    bias = randn(out_features, dtype=dtype, seed=2) if has_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     by_torch = F.linear(x, weight, bias)
     x, weight, bias = (None if given is None else given.to(kernel_device) for given in (x, weight, bias))
@@ -74,8 +71,8 @@ def test_the_error_of_a_gated_product_is_that_of_torch(
     kernel_device: torch.device, dtype: torch.dtype, activation: Activation, has_bias: bool
 ) -> None:
     size = 2 if activation == "clamped_swiglu" else 4
-    weight, x = normal(2 * 72, 101, dtype=dtype) / size, normal(5, 101, dtype=dtype, seed=1)
-    bias = normal(2 * 72, dtype=dtype, seed=2) if has_bias else None
+    weight, x = randn(2 * 72, 101, dtype=dtype) / size, randn(5, 101, dtype=dtype, seed=1)
+    bias = randn(2 * 72, dtype=dtype, seed=2) if has_bias else None
     sums = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert activation != "clamped_swiglu" or (sums.abs() > LIMIT).any(), "there is something to cut off"
     there = (None if t is None else t.to(kernel_device) for t in (x, weight, bias))
@@ -86,7 +83,7 @@ def test_the_error_of_a_gated_product_is_that_of_torch(
 @pytest.mark.parametrize("cap", [2.0, 30.0])
 def test_capped_results_are_as_near_as_the_definitions(kernel_device: torch.device, cap: float) -> None:
     """Of any size, as logits are: of those far beyond the cap, and of small ones."""
-    weight, x = normal(130, 64, dtype=torch.float32), normal(5, 64, dtype=torch.float32, seed=1)
+    weight, x = randn(130, 64, dtype=torch.float32), randn(5, 64, dtype=torch.float32, seed=1)
     x *= torch.tensor([[1e-3], [0.1], [1.0], [3.0], [0.0]])
     exact = cap * (F.linear(x.double(), weight.double()) / cap).tanh()
     found = kernel.linear(x.to(kernel_device), weight.to(kernel_device), softcap=cap)
@@ -149,16 +146,16 @@ def test_a_row_of_a_gated_product_keeps_its_bits(kernel_device: torch.device) ->
 
 
 def test_rows_may_lie_apart(kernel_device: torch.device) -> None:
-    weight = normal(64, 40, dtype=torch.float32).to(kernel_device)
-    packed = normal(3, 100, dtype=torch.float32, seed=1).to(kernel_device)
+    weight = randn(64, 40, dtype=torch.float32).to(kernel_device)
+    packed = randn(3, 100, dtype=torch.float32, seed=1).to(kernel_device)
     x = packed[:, 30:70]
     assert torch.equal(kernel.linear(x, weight), kernel.linear(x.contiguous(), weight))
 
 
 def test_the_counters_of_a_cut_product_are_zero_again(kernel_device: torch.device, small_cuts: None) -> None:
     """The next launch, which may be a replay of a graph, counts with them."""
-    weight = normal(64, 128, dtype=torch.float32).to(kernel_device)
-    x = normal(2, 128, dtype=torch.float32, seed=1).to(kernel_device)
+    weight = randn(64, 128, dtype=torch.float32).to(kernel_device)
+    x = randn(2, 128, dtype=torch.float32, seed=1).to(kernel_device)
     first = kernel.linear(x, weight)
     assert not arrivals.arrival_counters(1, weight.device).any()
     assert torch.equal(kernel.linear(x, weight), first)

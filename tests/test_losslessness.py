@@ -69,11 +69,6 @@ def tell_test_proposers(requests: list[Request]) -> None:
     KnownText.continuations = {request.request_id: list(request.output_token_ids) for request in requests}
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
-
-
 @pytest.fixture
 def reference(plain: list[Request]) -> list[tuple[Any, ...]]:
     """Plain decoding's answers, request by request; test proposers know them."""

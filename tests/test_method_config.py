@@ -21,21 +21,14 @@ from runner.config import (
 )
 from runner.config.method_union import METHODS, AnyMethod
 from runner.config.problem import node_classes, union_tag
+from tests.test_config import TINY, problems
 
-TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
 DRAWING = [union_tag(node) for node in node_classes(AnyMethod) if "draft_sample_method" not in node.ignored_keys]
 
 
 def method_of(values: dict[str, Any]) -> Any:
     """The method node of a speculative_config."""
     return parse_method(values)[0]
-
-
-def problems(**values: Any) -> str:
-    """The screen's text for a configuration that must be refused."""
-    with pytest.raises(ConfigError) as raised:
-        SpeculativeConfig.parse({"model": TINY} | values)
-    return str(raised.value)
 
 
 # --- methods ------------------------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ from runner.engine.expert_shapes import read_expert_shapes
 from runner.engine.families import FAMILIES
 from runner.engine.layers import DecoderLayer
 from runner.engine.mlp_beside_experts import MLPBesideExperts
-from runner.engine.paged_shape import PagedShape
 from runner.engine.shard import Shard
 from runner.ranks.ranks import Ranks
 from tests.conftest import Engines
+from tests.product_bits import weights_asked_of_a_gpu
 from tests.rank_threads import in_ranks
 from tests.transformers_reference import KeepFloat64, assert_as_accurate, in_float64, random_model
 
@@ -212,20 +212,10 @@ def test_rows_keep_their_bits(theirs: TheirLayer, source: ModelSource, dtype: to
 
 def test_the_start_asks_a_gpu_for_every_product(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = loaded(source, torch.float32)
-    asked: list[int] = []
-
-    def note(_product: Any, weights: list[Any], *_: Any) -> bool:
-        asked.extend(map(id, weights))
-        return True
-
-    monkeypatch.setattr(start_check, "_rows_agree", note)
-    monkeypatch.setattr(start_check, "_attentions_agree", lambda *_: True)
-    shape = PagedShape(rows_per_tile=1, split_keys=None, max_context=64, linear=1)
-    shapes = {"decode": shape, "prefill": shape}
-    assert start_check._kernels_keep_bits(shapes, decoder.sample_layers, decoder.beside_layers, None, 16)
+    asked = weights_asked_of_a_gpu(monkeypatch, decoder.sample_layers, decoder.beside_layers)
     (layer,) = decoder.layers
     assert layer.experts is not None and len(layer.product_weights) == 2 + 4
-    assert sorted(asked) == sorted(map(id, [decoder.lm_head, layer.experts.router, *layer.product_weights]))
+    assert asked == sorted(map(id, [decoder.lm_head, layer.experts.router, *layer.product_weights]))
 
 
 def test_what_is_asked_is_computed_as_launches_compute_it(source: ModelSource) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from proposers.heads.speculator import Speculator, load_speculator
-from runner.engine.checkpoint import ModelSource
-from runner.engine.errors import UserError
 from tests.last_state_reference import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
+    Read,
     Target,
+    assert_drafted_by,
+    assert_refused,
     changed,
-    drafts_of_a_run,
+    logits_of,
     random_tensors,
+    reader,
+    rms_normed,
     save_head,
     save_target,
+    states_and_tokens,
     with_,
     without,
 )
-from tests.transformers_reference import CPU, assert_as_accurate, load
+from tests.transformers_reference import assert_as_accurate
 
 NUM_STEPS, INNER_SIZE = 3, 24
 FILE = "model.safetensors"
@@ -84,10 +88,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
 }
 
 
-def rms_normed(x: Tensor) -> Tensor:
-    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-
-
 def reference_logits(layout: str, state: Tensor, tokens: list[Tensor]) -> list[Tensor]:
     """Logits [num_rows, vocab] of the steps over states [num_rows, hidden]; step i reads tokens[i] [num_rows]."""
     values, tensors, _ = LAYOUTS[layout]
@@ -118,44 +118,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 @pytest.fixture
-def read(target: Target, tmp_path: Path) -> Callable[..., Speculator]:
-    """Saves a speculator and reads it for the target."""
-
-    def save_and_read(values: dict[str, Any], tensors: dict[str, Tensor], file: str = FILE) -> Speculator:
-        source = ModelSource(model=str(save_head(tmp_path / "head", values, tensors, file)), name="method.model")
-        loaded = load(ModelSource(model=str(target.directory)))
-        return load_speculator(source, loaded, device=CPU, dtype=torch.float32)
-
-    return save_and_read
+def read(target: Target, tmp_path: Path) -> Read:
+    return reader(target, tmp_path / "head")
 
 
 @pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_as_accurate_as_a_rewrites(read: Callable[..., Speculator], layout: str, tile: int | None) -> None:
-    speculator = read(*LAYOUTS[layout])
-    generator = torch.Generator().manual_seed(1)
-    states = 3.0 * torch.randn(10, HIDDEN_SIZE, generator=generator)
-    tokens = list(torch.randint(VOCAB_SIZE, (NUM_STEPS, 10), generator=generator))
-    theirs, exact = (reference_logits(layout, s, tokens) for s in (states, states.double()))
-    state = speculator.first_state(states)
-    for step in range(NUM_STEPS):
-        state = speculator.next_state(step, state, tokens[step], tile)
-        assert_as_accurate(speculator.logits(step, state, tile), theirs[step], exact[step])
+def test_logits_are_as_accurate_as_a_rewrites(read: Read, layout: str, tile: int | None) -> None:
+    states, tokens = states_and_tokens(NUM_STEPS)
+    theirs, exact = (reference_logits(layout, own, tokens) for own in (states, states.double()))
+    for ours, their, should in zip(logits_of(read(*LAYOUTS[layout]), states, tokens, tile), theirs, exact, strict=True):
+        assert_as_accurate(ours, their, should)
 
 
 @pytest.mark.parametrize("layout", ["scaled input", "tied"])
 def test_every_step_drafts_what_the_recurrence_says_from_the_last_state_and_token(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """The last token x_{n-1}, and the state that the target's own head guessed it from."""
     directory = save_head(tmp_path / "head", *LAYOUTS[layout])
     method = {"method": "mlp_speculator", "model": str(directory), "num_speculative_tokens": 5}
-    drafts = [draft for draft in drafts_of_a_run(target, monkeypatch, method) if draft.drafted]
-    assert len(drafts) > 20 and {len(draft.drafted) for draft in drafts} == {1, 2, 3}, "n_predict at most"
-    for draft in drafts:
-        state = target.exact_state(draft.token_ids[:-1])[None]
-        known = [torch.tensor([token]) for token in (draft.token_ids[-1], *draft.drafted[:-1])]
-        assert draft.drafted == [logits.argmax().item() for logits in reference_logits(layout, state, known)]
+    assert_drafted_by(partial(reference_logits, layout), target, monkeypatch, method)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +156,7 @@ def test_every_step_drafts_what_the_recurrence_says_from_the_last_state_and_toke
     ],
 )  # fmt: skip
 def test_what_is_not_this_targets_speculator_is_one_message(
-    read: Callable[..., Speculator], layout: str, change: Callable[..., Any], message: str
+    read: Read, layout: str, change: Callable[..., Any], message: str
 ) -> None:
     values, tensors, file = LAYOUTS[layout]
-    with pytest.raises(UserError, match=message) as caught:
-        read(*change(values, tensors), file)
-    assert str(caught.value).startswith("method.model=") and "; " in str(caught.value)
+    assert_refused(read, change(values, tensors), file, message)

@@ -279,11 +279,6 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnlineBudget, "observe", observe_at_random)
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
-
-
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("method", METHODS)
 def test_whatever_is_tried_changes_no_token(engines: Engines, plain: list[Request], method: str) -> None:

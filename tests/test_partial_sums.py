@@ -14,7 +14,8 @@ from kernels import linear_plan
 from kernels.quantized_weight import QuantizedWeight, num_groups, quantize
 from kernels.reference.partial_sums import PartialSums
 from tests.product_errors import assert_error_is_torchs
-from tests.test_linear_kernel import normal, rounding_between_steps, small_integers
+from tests.seeded import randn
+from tests.test_linear_kernel import rounding_between_steps, small_integers
 from tests.test_rope_kernel import BLOCK_SIZE, NUM_BLOCKS, POSITIONS, SHAPES, SLOTS, angles, norms, turn
 
 kernel = pytest.importorskip("kernels.linear")
@@ -36,8 +37,8 @@ def both(
     device: torch.device, num_rows: int, width: int, dtype: torch.dtype, *, has_bias: bool = True, held: Any = None
 ) -> tuple[PartialSums, Tensor]:
     """A product left in parts, and the same one whole."""
-    x, weight = (normal(count, columns(dtype), dtype=dtype, seed=count).to(device) for count in (num_rows, width))
-    bias = normal(width, dtype=dtype, seed=2).to(device) if has_bias else None
+    x, weight = (randn(count, columns(dtype), dtype=dtype, seed=count).to(device) for count in (num_rows, width))
+    bias = randn(width, dtype=dtype, seed=2).to(device) if has_bias else None
     weight = weight if held is None else held(weight)
     left = kernel.linear_in_parts(x, weight, bias)
     assert isinstance(left, PartialSums) and left.shape == (num_rows, width) and len(left.parts) == 2
@@ -66,7 +67,7 @@ def test_added_up_parts_are_the_product(
     for num_rows, width in ((1, WIDTHS[0]), (5, WIDTHS[1]), (50, WIDTHS[0])):
         left, whole = both(kernel_device, num_rows, width, dtype, has_bias=has_bias, held=HELD[held])
         assert torch.equal(add_up(left), whole)
-        residual = normal(num_rows, 2 * width, dtype=dtype, seed=3).to(kernel_device)[:, width:]
+        residual = randn(num_rows, 2 * width, dtype=dtype, seed=3).to(kernel_device)[:, width:]
         assert torch.equal(add_up(left, residual), (whole.float() + residual.float()).to(dtype))
         exact = left.parts.double().sum(0)
         exact = exact if left.scales is None else exact * left.scales.double().squeeze(1)
@@ -82,8 +83,8 @@ def test_norms_of_parts_are_norms_of_the_product(
     kernel_device: torch.device, small_cuts: None, dtype: torch.dtype, num_rows: int, width: int, held: str
 ) -> None:
     left, whole = both(kernel_device, num_rows, width, dtype, has_bias=num_rows > 1, held=HELD[held])
-    residual = normal(num_rows, width, dtype=dtype, seed=3).to(kernel_device)
-    weight, x_weight = (normal(width, dtype=dtype, seed=seed).to(kernel_device) for seed in (4, 5))
+    residual = randn(num_rows, width, dtype=dtype, seed=3).to(kernel_device)
+    weight, x_weight = (randn(width, dtype=dtype, seed=seed).to(kernel_device) for seed in (4, 5))
     norm = (residual, weight, EPS.to(kernel_device))
     for own in ((), (x_weight,)):
         found, expected = (norm_kernels.add_rms_norm(x, *norm, *own) for x in (left, whole))
@@ -104,8 +105,8 @@ def test_what_is_rotated_and_cached_of_parts_is_that_of_the_product(
         half = shape.head_dim // 2
         table = torch.cat((cos[:, :half], signed_sin[:, half:]), dim=1)
         there: dict[str, Tensor] = {name: value.to(kernel_device) for name, value in weights.items()}
-        x = normal(len(POSITIONS), columns(dtype), dtype=dtype).to(kernel_device)
-        weight = normal(shape.width, columns(dtype), dtype=dtype, seed=1).to(kernel_device)
+        x = randn(len(POSITIONS), columns(dtype), dtype=dtype).to(kernel_device)
+        weight = randn(shape.width, columns(dtype), dtype=dtype, seed=1).to(kernel_device)
         found = []
         for qkv in (kernel.linear_in_parts(x, weight), kernel.linear(x, weight)):
             cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2 * shape.num_kv_heads * shape.head_dim, dtype=dtype)

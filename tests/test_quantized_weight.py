@@ -33,6 +33,7 @@ from tests.product_bits import (
     multiply_no_pairs,
 )
 from tests.product_errors import assert_error_is_torchs
+from tests.seeded import randn
 
 KINDS: list[Kind] = ["fp8", "int8"]
 CODES = torch.arange(256, dtype=torch.uint8)
@@ -65,10 +66,6 @@ def random_weight(
         group_size=size,
         dtype=dtype,
     )
-
-
-def randn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)

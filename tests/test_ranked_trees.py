@@ -146,11 +146,6 @@ def test_a_dynamic_tree_of_drawn_candidates_is_refused_under_a_rule_that_reads_d
 # --- the text -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
-
-
 @pytest.mark.parametrize(
     ("draft_sample_method", "num_speculative_tokens"),
     [("greedy", 7), ("probabilistic", 7), ("coupled", 2), ("coupled", 16)],

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from kernels.reference import rms_norm as reference
+from tests.seeded import randn
 
 kernel = pytest.importorskip("kernels.rms_norm")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_error_is_the_definitions(out: Tensor, by_reference: Tensor, exact: Tensor) -> None:
@@ -39,8 +36,8 @@ def test_a_norm_is_as_near_as_its_definition(
     """And one of what another made of the rows that are added."""
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter knows no bfloat16")
-    x, added = normal(*shape, dtype=dtype, seed=0), normal(*shape, dtype=dtype, seed=1)
-    weight, x_weight = (normal(shape[-1], dtype=weight_dtype or dtype, seed=seed) for seed in (2, 3))
+    x, added = randn(*shape, dtype=dtype, seed=0), randn(*shape, dtype=dtype, seed=1)
+    weight, x_weight = (randn(shape[-1], dtype=weight_dtype or dtype, seed=seed) for seed in (2, 3))
     epsilon = torch.tensor(eps)
 
     def exact(rows: Tensor) -> Tensor:
@@ -72,8 +69,8 @@ def test_a_norm_is_as_near_as_its_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_sum_is_rounded_scaled_and_rounded_again(kernel_device: torch.device, dtype: torch.dtype) -> None:
     """Of rows that lie apart; what is normed is the scaled sum, and 1 is as none."""
-    x, added = normal(9, 200, dtype=dtype, seed=0).to(kernel_device).chunk(2, dim=1)
-    weight, x_weight = normal(2, 100, dtype=torch.float32, seed=1).to(kernel_device)
+    x, added = randn(9, 200, dtype=dtype, seed=0).to(kernel_device).chunk(2, dim=1)
+    weight, x_weight = randn(2, 100, dtype=torch.float32, seed=1).to(kernel_device)
     eps, scale, one = (torch.tensor(number, device=kernel_device) for number in (1e-6, 0.7019, 1.0))
     for own in (None, x_weight):
         normed, total = kernel.add_rms_norm(x, added, weight, eps, own)
@@ -92,8 +89,8 @@ def test_a_sum_is_rounded_scaled_and_rounded_again(kernel_device: torch.device, 
 
 
 def test_rows_that_their_norm_overwrites_may_lie_apart(kernel_device: torch.device) -> None:
-    wide = normal(3, 200, dtype=torch.float16, seed=0).to(kernel_device)
-    weight, eps = normal(60, dtype=torch.float16, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
+    wide = randn(3, 200, dtype=torch.float16, seed=0).to(kernel_device)
+    weight, eps = randn(60, dtype=torch.float16, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
     own, before = wide[:, 100:160], wide.clone()
     normed = kernel.rms_norm(own, weight, eps)
     kernel.norm_in_place(own, weight, eps)
@@ -102,8 +99,8 @@ def test_rows_that_their_norm_overwrites_may_lie_apart(kernel_device: torch.devi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_row_keeps_its_bits_among_any_number_of_rows(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    rows, added = (normal(33, 100, dtype=dtype, seed=seed).to(kernel_device) for seed in (0, 1))
-    weight, eps = normal(100, dtype=dtype, seed=2).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
+    rows, added = (randn(33, 100, dtype=dtype, seed=seed).to(kernel_device) for seed in (0, 1))
+    weight, eps = randn(100, dtype=dtype, seed=2).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
     alone = [kernel.add_rms_norm(rows[i : i + 1], added[i : i + 1], weight, eps) for i in range(33)]
     for num_rows in (2, 17, 33):
         together = kernel.add_rms_norm(rows[:num_rows], added[:num_rows], weight, eps)
@@ -113,8 +110,8 @@ def test_a_row_keeps_its_bits_among_any_number_of_rows(kernel_device: torch.devi
 
 def test_a_sum_and_its_norm_side_by_side_have_the_bits_of_both(kernel_device: torch.device) -> None:
     """Wherever the rows that are added lie, normed before and scaled behind or not."""
-    wide = normal(3, 200, dtype=torch.float32, seed=0).to(kernel_device)
-    weight, eps = normal(100, dtype=torch.float32, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
+    wide = randn(3, 200, dtype=torch.float32, seed=0).to(kernel_device)
+    weight, eps = randn(100, dtype=torch.float32, seed=1).to(kernel_device), torch.tensor(1e-6, device=kernel_device)
     x, residual = wide.chunk(2, dim=1)
     normed, total = kernel.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
     assert torch.equal(kernel.rms_norm(total, weight, eps), normed)
@@ -131,9 +128,9 @@ def test_a_pair_of_norms_has_the_bits_of_each(
     kernel_device: torch.device, token_ids: list[int] | None, states_first: bool
 ) -> None:
     """Rows of the embedding are gathered by token id, and states lie apart, as in a head's output."""
-    embeddings = normal(7 if token_ids else 4, 100, dtype=torch.float16, seed=0).to(kernel_device)
-    states = normal(4, 200, dtype=torch.float16, seed=1).to(kernel_device)[:, :100]
-    weights = normal(2, 100, dtype=torch.float16, seed=2).to(kernel_device)
+    embeddings = randn(7 if token_ids else 4, 100, dtype=torch.float16, seed=0).to(kernel_device)
+    states = randn(4, 200, dtype=torch.float16, seed=1).to(kernel_device)[:, :100]
+    weights = randn(2, 100, dtype=torch.float16, seed=2).to(kernel_device)
     eps = torch.tensor(1e-6, device=kernel_device)
     ids = None if token_ids is None else torch.tensor(token_ids, device=kernel_device)
     halves = [

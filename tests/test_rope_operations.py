@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
@@ -12,6 +11,7 @@ from runner.engine import backend, operations
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.operations import rotate, rotate_and_store
 from runner.engine.rope import RopeRows
+from tests.seeded import randn
 from tests.test_rope_kernel import EPS, POSITIONS, SLOTS, Shape, angles
 
 SHAPE = Shape(num_heads=3, num_kv_heads=2, head_dim=16)
@@ -33,16 +33,12 @@ def rope_rows(num_kv_heads: int) -> RopeRows:
     return RopeRows(table=table, positions=POSITIONS)
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
 def empty_cache() -> PagedKVCache:
     return PagedKVCache([SHAPE.width - SHAPE.queries], 6, 4, torch.float32, torch.device("cpu"))
 
 
 def test_norms_of_all_heads_come_before_rotation_and_cache() -> None:
-    qkv, weights, eps = normal(len(POSITIONS), SHAPE.width), normal(3, SHAPE.head_dim), torch.tensor(EPS)
+    qkv, weights, eps = randn(len(POSITIONS), SHAPE.width), randn(3, SHAPE.head_dim), torch.tensor(EPS)
     rope, cache = rope_rows(SHAPE.num_kv_heads), empty_cache()
     kinds = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
     heads = qkv.unflatten(1, (-1, SHAPE.head_dim)).split(kinds, dim=1)
@@ -56,7 +52,7 @@ def test_norms_of_all_heads_come_before_rotation_and_cache() -> None:
 
 
 def test_norms_of_queries_and_keys_may_come_behind_rotation() -> None:
-    qkv, weights, eps = normal(len(POSITIONS), SHAPE.width), normal(2, SHAPE.head_dim), torch.tensor(EPS)
+    qkv, weights, eps = randn(len(POSITIONS), SHAPE.width), randn(2, SHAPE.head_dim), torch.tensor(EPS)
     rope, cache = rope_rows(SHAPE.num_kv_heads), empty_cache()
     kinds = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
     queries, keys, values = apply_rope(qkv, *rope.whole_rows).unflatten(1, (-1, SHAPE.head_dim)).split(kinds, dim=1)
@@ -74,7 +70,7 @@ def test_norms_of_queries_and_keys_may_come_behind_rotation() -> None:
 @pytest.mark.parametrize("is_normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("num_kv_heads", [0, SHAPE.num_kv_heads], ids=["of its own", "of layers with keys"])
 def test_queries_alone_turn_by_rotations_of_layers_with_and_without_keys(num_kv_heads: int, is_normed: bool) -> None:
-    rows, weight, eps = normal(len(POSITIONS), SHAPE.queries), normal(SHAPE.head_dim), torch.tensor(EPS)
+    rows, weight, eps = randn(len(POSITIONS), SHAPE.queries), randn(SHAPE.head_dim), torch.tensor(EPS)
     heads = rows.view(-1, SHAPE.num_heads, SHAPE.head_dim)
     normed = rms_norm(heads, weight, eps) if is_normed else heads
     expected = apply_rope(normed.flatten(1), *rope_rows(0).whole_rows)

@@ -8,7 +8,7 @@ promise is off (`is_row_invariant`) and these tests skip.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -44,25 +44,12 @@ from tests.conftest import Engines
 from tests.other_families import GEMMA
 from tests.product_bits import assert_panels_of_every_width_agree, multiply_no_pairs
 from tests.product_errors import roundings_of
+from tests.seeded import randn
 
 DTYPES = [torch.float32, torch.bfloat16]
-THREADS = [1, 2, 3]
 CPU = torch.device("cpu")
 TILES = {"large": ROW_INVARIANT_TILES, "small": SMALL_ROW_INVARIANT_TILES}
 THREADS_AND_TILES = [(1, "large"), (1, "small"), (2, "small"), (3, "large")]
-
-
-@pytest.fixture(params=THREADS)
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A number of threads for one test; the session's is put back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # --- operations -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from kernels.cpu.panels import multiplies_and_adds, multiplies_pairs, pack, unpa
 from kernels.quantized_weight import QuantizedWeight
 from tests.product_bits import assert_panels_of_every_width_agree
 from tests.product_errors import roundings_of
-from tests.test_quantized_weight import randn, random_weight
+from tests.seeded import randn
+from tests.test_quantized_weight import random_weight
 from tests.test_weights_in_4_bits import random_codes
 
 pytestmark = pytest.mark.skipif(

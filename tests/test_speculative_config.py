@@ -19,10 +19,10 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 5}
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
+def cli(cli: CommandLine, tmp_path: Path) -> CommandLine:
     (tmp_path / "ngram.json").write_text(json.dumps(NGRAM))
     (tmp_path / "suffix.json").write_text(json.dumps(SUFFIX))
-    return CommandLine(monkeypatch, capsys, tmp_path)
+    return cli
 
 
 def methods(cli: CommandLine, *argv: str) -> list[tuple[str, int]]:

@@ -30,11 +30,6 @@ from runner.tracking.tracker import comparison_row
 from tests.command_line import CommandLine, Ending
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CommandLine:
-    return CommandLine(monkeypatch, capsys, tmp_path)
-
-
 def points(ending: Ending) -> list[tuple[str, int]]:
     return [(config.method.method, config.method.num_speculative_tokens) for config, _ in ending.jobs]
 

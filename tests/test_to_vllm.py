@@ -17,8 +17,8 @@ from runner.config.method_union import FIELDS, METHODS
 from runner.config.to_vllm import to_vllm
 from runner.config.vllm_keys import VLLM_VERSION
 from runner.results import write_vllm_config
+from tests.test_config import TINY
 
-TINY = {"model": "tiny", "draft": {"model": "tiny-draft"}}
 WITHOUT = (
     "none",
     "medusa",

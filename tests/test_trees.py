@@ -38,11 +38,6 @@ def known(proposer: str, num_speculative_tokens: int, **keys: Any) -> dict[str, 
     return {"method": "custom_class", "model": model, "num_speculative_tokens": num_speculative_tokens, **keys}
 
 
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Request]:
-    return complete(engines(**ROOMY), PROMPTS, PARAMS)[0]
-
-
 @pytest.fixture
 def reference(plain: list[Request]) -> list[tuple[Any, ...]]:
     tell_test_proposers(plain)

@@ -32,7 +32,8 @@ from tests.product_bits import (
     multiply_no_pairs,
 )
 from tests.product_errors import assert_error_is_torchs
-from tests.test_quantized_weight import on, randn
+from tests.seeded import randn
+from tests.test_quantized_weight import on
 
 KINDS: list[tuple[Kind, bool]] = [("int4", False), ("int4", True), ("fp4", False)]  # and whether it has zero points
 of_every_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS, ids=["int4", "int4 with zero points", "fp4"])
