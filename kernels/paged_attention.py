@@ -30,7 +30,7 @@ from kernels.exp2 import LOG2_E
 from kernels.kernel import Kernel
 from kernels.merge_splits import merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
-from kernels.shared_memory import HOPPERS, shared_memory
+from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.tanh import tanh
 
@@ -394,9 +394,7 @@ def blocks_of(head_dim: int, value_dim: int, *, values_in_keys: bool) -> dict[st
     return {"HEAD_BLOCK": head_block, "TAIL_BLOCK": 0, "VALUE_BLOCK": value_block, "VALUE_PARTS": value_parts}
 
 
-def launch_options(
-    blocks: dict[str, int], element_size: int, *, values_in_keys: bool = False, capacity: int = HOPPERS
-) -> dict[str, Any]:
+def launch_options(blocks: dict[str, int], element_size: int, *, values_in_keys: bool, capacity: int) -> dict[str, Any]:
     """How attend_kernel is compiled; as many blocks of keys and values under way as memory holds.
 
     Args:

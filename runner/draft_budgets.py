@@ -16,7 +16,7 @@ class DraftBudgets:
         self._online = OnlineBudget(most) if ranges == "auto" and most else None
         self._proposer, self._disable_by_batch_size = proposer, method.disable_by_batch_size
 
-    def budget(self, proposer: Proposer, max_draft_tokens: int | None = None) -> DraftBudget:
+    def budget(self, proposer: Proposer, max_draft_tokens: int | None) -> DraftBudget:
         """For one call's steps.
 
         Args:

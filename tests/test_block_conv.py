@@ -30,9 +30,9 @@ def op_and_device(request: pytest.FixtureRequest, kernel_device: torch.device) -
     return (reference if request.param == "reference" else on_cpu), torch.device("cpu")
 
 
-def segments_of(counts: tuple[int, ...], device: torch.device | str, num_padding: int = 90) -> RecurrentSegments:
+def segments_of(counts: tuple[int, ...], device: torch.device | str) -> RecurrentSegments:
     """As a launch in parts has them: those behind the last, and the rows of nobody, begin where it ends."""
-    first_rows = [sum(counts[:index]) for index in range(len(counts))] + [sum(counts)] * num_padding
+    first_rows = [sum(counts[:index]) for index in range(len(counts))] + [sum(counts)] * 90
     numbers = torch.tensor(first_rows, device=device)
     return RecurrentSegments(starts=numbers, ends=numbers, slots=numbers, first_rows=numbers, counts=numbers)
 

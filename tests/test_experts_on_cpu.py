@@ -34,9 +34,9 @@ def panels(whole: Weight, num_experts: int) -> PanelsOfExperts:
     return PanelsOfExperts(packed)  # type: ignore[arg-type]
 
 
-def routing_of(num_rows: int, num_experts: int, choices: int, *, seed: int = 0) -> Routing:
+def routing_of(num_rows: int, num_experts: int, choices: int) -> Routing:
     """Most rows go to the first expert, and nobody to the last."""
-    logits = randn(num_rows, num_experts, seed=seed)
+    logits = randn(num_rows, num_experts)
     logits[:, 0] += 2.0
     logits[:, -1] -= 99.0 * (num_experts > choices)
     return reference.route(logits, RoutingRule(choices, is_normalized=True))

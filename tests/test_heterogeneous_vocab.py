@@ -325,8 +325,8 @@ class Family:
             return LLM(str(self.target), speculative_config=config, device="cpu", **(engine_args or {}))
 
 
-def shuffled(words: Sequence[str], seed: int = 0) -> list[str]:
-    return random.Random(seed).sample(words, len(words))
+def shuffled(words: Sequence[str]) -> list[str]:
+    return random.Random(0).sample(words, len(words))
 
 
 WORDS = [f"w{i}" for i in range(64)]

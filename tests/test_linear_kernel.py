@@ -24,13 +24,13 @@ arrivals = pytest.importorskip("kernels.last_to_arrive")
 ROWS = (1, 2, 5, 16, 17, 33, 130)
 
 
-def rounding_between_steps(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def rounding_between_steps(*shape: int, dtype: torch.dtype) -> Tensor:
     """Rows whose products with a weight of small integers are exact within a step, in whatever order it adds.
 
     The interpreter's step is one BLAS product, whose order may change with its shape; the kernel's own order, from
     step to step and from cut to cut, shows because what one step brings lies below what the next can hold.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     step = linear_plan.LINE // dtype.itemsize
     scale = torch.tensor([2.0**10, 2.0**-10]).repeat_interleave(step).repeat(shape[-1])[: shape[-1]]
     return (torch.randint(-7, 8, shape, generator=generator) * scale).to(dtype)
@@ -114,7 +114,7 @@ def test_a_row_keeps_its_bits_among_any_number_of_rows(
     monkeypatch.setattr(linear_plan, "WIDE_ROWS", wide_rows)
     width = 4 * linear_plan.LINE // dtype.itemsize - 3
     weight = small_integers(64, width, dtype=dtype).to(kernel_device)
-    rows = rounding_between_steps(259, width, dtype=dtype, seed=0).to(kernel_device)
+    rows = rounding_between_steps(259, width, dtype=dtype).to(kernel_device)
 
     def product(x: Tensor) -> Tensor:
         result: Tensor = kernel.linear(x, weight, out_dtype=torch.float32)
@@ -131,7 +131,7 @@ def test_partial_sums_add_up_alike_whoever_finds_them(
 ) -> None:
     monkeypatch.setattr(linear_plan, "MIN_STEPS", 1)
     weight = small_integers(64, 128, dtype=torch.float32).to(kernel_device)
-    x = rounding_between_steps(5, 128, dtype=torch.float32, seed=0).to(kernel_device)
+    x = rounding_between_steps(5, 128, dtype=torch.float32).to(kernel_device)
     plan = linear_plan.plan_linear(5, 64, 128, element_size=4, gated=False)
     assert plan.splits == 4 and plan.is_spread
     spread = kernel.linear(x, weight)
@@ -141,7 +141,7 @@ def test_partial_sums_add_up_alike_whoever_finds_them(
 
 def test_a_row_of_a_gated_product_keeps_its_bits(kernel_device: torch.device) -> None:
     weight = small_integers(2 * 64, 96, dtype=torch.float32).to(kernel_device) / 64
-    rows = rounding_between_steps(max(ROWS) + 1, 96, dtype=torch.float32, seed=0).to(kernel_device)
+    rows = rounding_between_steps(max(ROWS) + 1, 96, dtype=torch.float32).to(kernel_device)
     assert_rows_keep_their_bits(lambda x: kernel.gated_linear(x, weight), rows, rows[-1], ROWS)
 
 

@@ -335,9 +335,9 @@ def test_metrics_do_not_import_torch() -> None:
 
 
 @st.composite
-def drafts_of_requests(draw: st.DrawFn, max_k: int = 5) -> list[list[tuple[int, int]]]:
+def drafts_of_requests(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     """Per request, (drafted, accepted) of each step."""
-    one_step = st.integers(0, max_k).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d)))
+    one_step = st.integers(0, 5).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d)))
     return draw(st.lists(st.lists(one_step, min_size=1, max_size=8), max_size=5))
 
 

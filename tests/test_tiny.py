@@ -591,7 +591,7 @@ def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
 def test_the_engine_measures_the_acceptance_that_the_manifest_states() -> None:
     """Of one of them, for time; a head that learned from the target's states is worth more than a small model."""
     stated = read_manifest(MANIFEST_PATH)["acceptance"]
-    (numbers,) = measure_acceptance(TINY_DIR, ["eagle3"]).values()
+    numbers = measure_acceptance(TINY_DIR, "eagle3")
     for key in ("mean_acceptance_length", "acceptance_rate"):
         assert numbers[key] == pytest.approx(stated["eagle3"][key], rel=0.03), key
     assert numbers["mean_acceptance_length"] > stated["draft_model"]["mean_acceptance_length"] >= 2.2

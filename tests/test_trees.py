@@ -213,9 +213,9 @@ def batches(draw: st.DrawFn) -> list[tuple[int, list[int], list[int], int]]:
     return requests
 
 
-def kv_at(runner: ModelRunner, request: Request, first: int, end: int) -> torch.Tensor:
+def kv_before(runner: ModelRunner, request: Request, end: int) -> torch.Tensor:
     assert runner.cache is not None
-    places = torch.arange(first, end)
+    places = torch.arange(end)
     slots = torch.tensor(request.block_table)[places // runner.block_size] * runner.block_size
     slots += places % runner.block_size
     return torch.cat([layer.flatten(0, 1)[slots] for layer in runner.cache.layers], dim=1)
@@ -268,7 +268,7 @@ def test_every_path_of_a_tree_has_the_bits_of_a_chain(engines: Engines, model: s
         order = row_order(path, drafts.first_logits_rows, len(output.logits))
         cache.move(*slot_moves(path, drafts, requests, runner.block_size))
         moved = [
-            kv_at(runner, request, 0, request.num_tokens + len(own)).clone()
+            kv_before(runner, request, request.num_tokens + len(own)).clone()
             for request, own in zip(requests, paths, strict=True)
         ]
         for index, (request, (_, _, tokens, end)) in enumerate(zip(requests, batch, strict=True)):
@@ -288,7 +288,7 @@ def test_every_path_of_a_tree_has_the_bits_of_a_chain(engines: Engines, model: s
                 assert torch.equal(output.hidden_states[rows], expected.hidden_states)
                 if node == end:
                     assert torch.equal(order[first : first + 1 + len(nodes)], rows)
-                    assert torch.equal(kv_at(runner, request, 0, request.num_tokens + len(nodes)), moved[index])
+                    assert torch.equal(kv_before(runner, request, request.num_tokens + len(nodes)), moved[index])
 
     check()
 

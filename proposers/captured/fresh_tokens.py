@@ -15,7 +15,7 @@ from runner.engine.upload import to_device
 class FreshTokens:
     """Holds at least one token of each request, and at most as many as a verification commits."""
 
-    def __init__(self, *, capacity: int, most: int, num_masks: int = 0, device: torch.device) -> None:
+    def __init__(self, *, capacity: int, most: int, num_masks: int, device: torch.device) -> None:
         """num_masks: rows of a request behind its fresh tokens that the drafter fills with masks."""
         self.most, width = most, most + num_masks
         self._first_positions = torch.zeros(capacity, dtype=torch.int64, device=device)  # 0: the request is absent

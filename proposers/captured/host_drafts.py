@@ -72,7 +72,7 @@ class HostDrafts(CapturedDrafter):
         num_tokens: int,
         *,
         propose: Callable[[Schedule], DraftTokens],  # without probs
-        are_trees: bool = False,
+        are_trees: bool,
         capacity: int,
         device: torch.device,
     ) -> None:

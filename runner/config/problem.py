@@ -75,18 +75,18 @@ class RuleErrors(ValueError):
         super().__init__("; ".join(str(problem) for problem in problems))
 
 
-def problems_of(error: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
-    """The problems behind a pydantic error raised by `schema`; names get the prefix."""
+def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[Problem]:
+    """The problems behind a pydantic error raised by `schema`."""
     problems: list[Problem] = []
     for details in error.errors(include_url=False):
-        problems.extend(_translate(details, schema, prefix))
+        problems.extend(_translate(details, schema))
     return problems
 
 
-def _translate(details: ErrorDetails, schema: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Problem]:
+def _translate(details: ErrorDetails, schema: type[BaseModel]) -> Iterator[Problem]:
     node, path, field = _locate(schema, details["loc"])
     of_key = path[-1:] == ("[key]",)  # pydantic's mark of a mapping's key, behind the key itself
-    name = ".".join((*prefix, *(path[:-2] if of_key else path)))
+    name = ".".join(path[:-2] if of_key else path)
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     if kind == "value_error" and isinstance(context["error"], RuleErrors):
         for problem in context["error"].problems:

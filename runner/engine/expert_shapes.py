@@ -10,6 +10,8 @@ from runner.engine.errors import UserError
 from runner.engine.family import is_told
 from runner.engine.mixture import Mixture
 
+LATENT_NAMES = ("fc1_latent_proj", "fc2_latent_proj")  # within the block: to a latent of a row, and from it
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShapes:
@@ -43,7 +45,7 @@ class ExpertShapes:
     @property
     def latent_names(self) -> tuple[str, str]:
         """Of the projections to what experts read and from what they leave, within a layer."""
-        to_latent, from_latent = map(self.mixture.named, self.mixture.latent_names)
+        to_latent, from_latent = map(self.mixture.named, LATENT_NAMES)
         return to_latent, from_latent
 
     @property

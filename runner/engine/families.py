@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT
 from runner.engine.family import Family, NormNames, StateKeys
-from runner.engine.mixture import Mixture, NormsBeside
+from runner.engine.mixture import Mixture
 
 OF_DELTA_NETS = StateKeys(
     "linear_num_key_heads",
@@ -199,7 +199,7 @@ _SHARED_GRANITE_MIXTURE = replace(_GRANITE_MIXTURE, shared="shared_mlp", shared_
 _GEMMA_MIXTURE = Mixture(
     block="",
     is_there="enable_moe_block",
-    norms=NormsBeside(),
+    is_beside_mlp=True,
     router="router.proj",
     choices_key="top_k_experts",
     factors="router.per_expert_scale",

@@ -55,14 +55,14 @@ class DecoderLayer:
         self._names = arch.norms
         names = self._names
         experts = arch.experts if arch.experts is not None and arch.experts.in_layers[layer] else None
-        names_beside = None if experts is None else experts.mixture.norms
+        is_beside_mlp = experts is not None and experts.mixture.is_beside_mlp
         self.input_norm, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else RMSNorm.of(arch, dtype, eps=eps)
             for name, eps in (
                 (names.before_attention if has_input_norm else None, None),
                 (names.after_attention, arch.added_norm_eps),
                 # An MLP and experts beside each other norm what they read themselves.
-                (names.before_mlp if names_beside is None else None, None),
+                (None if is_beside_mlp else names.before_mlp, None),
                 (names.after_mlp, arch.added_norm_eps),
             )
         )
@@ -108,8 +108,8 @@ class DecoderLayer:
             self.mlp = Experts(
                 experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization
             )
-            if names_beside is not None:
-                self.mlp = MLPBesideExperts(mlp(), self.mlp, names_beside, arch, dtype)
+            if is_beside_mlp:
+                self.mlp = MLPBesideExperts(mlp(), self.mlp, arch, dtype)
 
     def __call__(
         self,

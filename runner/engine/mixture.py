@@ -9,23 +9,12 @@ from kernels.reference.experts import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormsBeside:
-    """Of an MLP and experts beside each other, in the checkpoint, within a layer (Gemma 4)."""
-
-    before_mlp: str = "pre_feedforward_layernorm"
-    after_mlp: str = "post_feedforward_layernorm_1"
-    before_experts: str = "pre_feedforward_layernorm_2"
-    after_experts: str = "post_feedforward_layernorm_2"
-    router_scale: str = "router.scale"  # the weight, times the root of the hidden size, of what the router reads
-
-
-@dataclass(frozen=True, kw_only=True)
 class Mixture:
     """A family's mixture of experts: names in the checkpoint, within a layer, and keys of the config."""
 
     block: str  # "": its tensors lie in the layer
     is_there: bool | str = True  # or: the config's key says so
-    norms: NormsBeside | None = None  # of experts beside the layer's MLP; None: they stand in its place
+    is_beside_mlp: bool = False  # the layer has an MLP, too; else experts stand in its place
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # gate, where there is one, up, down
     router: str = "gate"
     router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
@@ -33,7 +22,6 @@ class Mixture:
     choices_key: str = "num_experts_per_tok"  # experts that a row goes to
     size_key: str = "moe_intermediate_size"  # of an expert
     latent_key: str | None = None  # of the config, where experts may read a latent of a row (arXiv 2604.12374)
-    latent_names: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")  # within the block: to it, and from it
     scores: Scores = "softmax"
     is_normalized: bool | str = True  # the weights of a row's experts add up to 1, or: the config's key says so
     scale_key: str | None = None  # of those weights; None: they are not scaled

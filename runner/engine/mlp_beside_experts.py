@@ -12,27 +12,18 @@ from kernels.cpu.panels import Change, Weight
 from runner.engine.architecture import Architecture
 from runner.engine.experts import Experts
 from runner.engine.linear import WeightTarget
-from runner.engine.mixture import NormsBeside
 from runner.engine.mlp import MLP
 from runner.engine.norms import RMSNorm
 
 
 class MLPBesideExperts:
-    def __init__(
-        self,
-        mlp: MLP,
-        experts: Experts,
-        names: NormsBeside,
-        arch: Architecture,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, mlp: MLP, experts: Experts, arch: Architecture, dtype: torch.dtype) -> None:
         self.mlp, self.experts, self.shared = mlp, experts, experts.shared
         self.before_mlp, self.after_mlp, self.before_experts, self.after_experts = (
             RMSNorm.of(arch, dtype) for _ in range(4)
         )
         size = arch.hidden_size
         self.before_router = RMSNorm(size, arch.rms_norm_eps, dtype, rounds_last=True, factor=size**-0.5)
-        self._names = names
 
     def __call__(self, residual: torch.Tensor, tile: int | None) -> torch.Tensor:
         """[num_rows, hidden], num_rows a multiple of tile -> the same."""
@@ -58,13 +49,12 @@ class MLPBesideExperts:
         self.experts.convert(change)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        names = self._names
         norms = {
-            f"{names.before_mlp}.weight": self.before_mlp,
-            f"{names.after_mlp}.weight": self.after_mlp,
-            f"{names.before_experts}.weight": self.before_experts,
-            f"{names.after_experts}.weight": self.after_experts,
-            names.router_scale: self.before_router,
+            "pre_feedforward_layernorm.weight": self.before_mlp,
+            "post_feedforward_layernorm_1.weight": self.after_mlp,
+            "pre_feedforward_layernorm_2.weight": self.before_experts,
+            "post_feedforward_layernorm_2.weight": self.after_experts,
+            "router.scale": self.before_router,  # times the root of the hidden size
         }
         own = {f"{prefix}{name}": norm.target for name, norm in norms.items()}
         return own | self.mlp.weight_targets(prefix) | self.experts.weight_targets(prefix)

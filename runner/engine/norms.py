@@ -75,11 +75,7 @@ class RMSNorm:
         norm_in_place(x, self.weight, self.eps)
 
     def beside_sum(
-        self,
-        x: Rows,
-        residual: torch.Tensor,
-        x_norm: RMSNorm | None = None,
-        scale: torch.Tensor | None = None,
+        self, x: Rows, residual: torch.Tensor, x_norm: RMSNorm | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
         """What `add` returns as one tensor, the sum, and behind it its norm: [num_rows, 2 * size]."""
         return sum_beside_rms_norm(x, residual, self.weight, self.eps, *self._beside(x_norm, scale))

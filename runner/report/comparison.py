@@ -33,7 +33,7 @@ KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")
 
 
 def print_comparison(
-    rows: Sequence[Mapping[str, Any]], *, params: Sequence[str] = (), console: Console | None = None
+    rows: Sequence[Mapping[str, Any]], *, params: Sequence[str], console: Console | None = None
 ) -> None:
     """Prints the rows of `Tracker.children`, one a run.
 

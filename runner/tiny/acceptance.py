@@ -24,23 +24,17 @@ MAX_TOKENS = 128
 KEPT = ("acceptance_rate", "mean_acceptance_length", "acceptance_per_position", "num_drafts", "num_output_tokens")
 
 
-def measure_acceptance(
-    family: Path, methods: Sequence[str] = tuple(NUM_SPECULATIVE_TOKENS), limit: int | None = None
-) -> dict[str, dict[str, Any]]:
-    """Acceptance of each of `methods` on the demo workload (its first `limit` prompts), by method."""
-    items = read_workload(DemoWorkload(limit=limit))
+def measure_acceptance(family: Path, method: str) -> dict[str, Any]:
+    """What of a method's guesses is accepted on the demo workload."""
+    items, guesses = read_workload(DemoWorkload()), NUM_SPECULATIVE_TOKENS[method]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    measured = {}
-    for method in methods:
-        guesses = NUM_SPECULATIVE_TOKENS[method]
-        speculative_config = {"method": method, "num_speculative_tokens": guesses, **method_keys(family, method)}
-        llm = LLM(str(family / "target"), speculative_config=speculative_config, device="cpu", dtype="float32")
-        requests = make_requests([item.prompt for item in items], [params] * len(items), llm.engine.tokenizer, 0)
-        metrics = MetricsCollector()
-        llm.run(requests, llm.engine.proposer, metrics)
-        summary = metrics.summary(method=method, num_speculative_tokens=guesses)
-        measured[method] = {"num_speculative_tokens": guesses, **{key: summary[key] for key in KEPT}}
-    return measured
+    speculative_config = {"method": method, "num_speculative_tokens": guesses, **method_keys(family, method)}
+    llm = LLM(str(family / "target"), speculative_config=speculative_config, device="cpu", dtype="float32")
+    requests = make_requests([item.prompt for item in items], [params] * len(items), llm.engine.tokenizer, 0)
+    metrics = MetricsCollector()
+    llm.run(requests, llm.engine.proposer, metrics)
+    summary = metrics.summary(method=method, num_speculative_tokens=guesses)
+    return {"num_speculative_tokens": guesses, **{key: summary[key] for key in KEPT}}
 
 
 def method_keys(family: Path, method: str) -> dict[str, Any]:
@@ -69,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace, path: Path) -> None:
     measured: dict[str, dict[str, Any]] = {}
     for method in arguments.methods:
-        measured |= measure_acceptance(arguments.family, [method])
-        found = measured[method]
+        found = measured[method] = measure_acceptance(arguments.family, method)
         by_position = ", ".join(f"{100 * rate:.0f}" for rate in found["acceptance_per_position"])
         length = f"{found['mean_acceptance_length']:.3f}"
         print(f"{method}: mean acceptance length {length} ({by_position} % by position)", flush=True)

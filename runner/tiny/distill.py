@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 MIN_PROMPT_TOKENS = 32
+WINDOWS_AT_ONCE = 8  # of held-out text
 
 
 @torch.inference_mode()
@@ -76,10 +77,10 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, windows: Tensor, *, batch_size: int = 8) -> float:
+def held_out_loss(model: LlamaForCausalLM, windows: Tensor) -> float:
     """Nats per token in float32 over `windows` [num_windows, length], each predicted from its own beginning."""
     total = 0.0
-    for tokens in torch.split(windows, batch_size):
+    for tokens in torch.split(windows, WINDOWS_AT_ONCE):
         batch = tokens.to(model.device)
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         total += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()

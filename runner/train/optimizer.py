@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+NEWTON_SCHULZ_STEPS = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -109,12 +111,12 @@ class Float32Muon(Muon):
                 parameter.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(parameter.shape)))  # AdamW's size
 
 
-def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int = 5) -> Tensor:
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     """About the nearest matrix with singular values of one, by Newton-Schulz."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix) / matrix.norm().clamp(min=1e-7)
-    for _ in range(num_steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
     result: Tensor = x.T if is_tall else x
