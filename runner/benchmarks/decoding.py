@@ -1,8 +1,9 @@
-"""python -m runner.benchmarks.decoding: how fast this engine decodes on one GPU, by itself and with guesses.
+"""python -m runner.benchmarks.decoding: how fast this engine decodes, by itself and with guesses.
 
-Random weights, so nothing is downloaded and no text means anything: drafts are accepted at a set rate. Prompts stay
-outside the times, batches stay full, drafts uncut; cases take turns, so that drift hits all alike. Says first whether
-every method gives plain decoding's tokens. Prints a table, and writes JSON when asked.
+On one GPU, or with --device cpu on a CPU. Random weights, so nothing is downloaded and no text means anything: drafts
+are accepted at a set rate. Prompts stay outside the times, batches stay full, drafts uncut; cases take turns, so that
+drift hits all alike. Says first whether every method gives plain decoding's tokens. Prints a table, and writes JSON
+when asked.
 """
 
 from __future__ import annotations
