@@ -152,7 +152,7 @@ def rope_and_write(
         kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.
         num_heads: 0 for rows of keys and values alone (DFlash's context).
         q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3), of qkv's dtype or of float32; both,
-            or the latter if there are no queries, or neither.
+            or k_norm alone if there are no queries, or neither.
         v_norm: [head_dim], likewise of values (Gemma 4), which are not turned; only beside k_norm.
         eps: [] float32, of the norms.
         turns_first: norms are of what is turned (Hunyuan); not beside v_norm.

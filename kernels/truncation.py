@@ -1,7 +1,7 @@
 """Truncates logits rows by min_p, top_k and top_p: the argmax, the maximum, the cut and the kept mass of each row.
 
 A row keeps the values of logits / temperature that are >= its cut. The cut applies min_p, then top_k, then top_p
-(kernels/reference/sampling.py); kernels/cut_search.py finds the cuts of the latter two. All sums are of integers, so
+(kernels/reference/sampling.py); kernels/cut_search.py finds the cuts of top_k and top_p. All sums are of integers, so
 kept tokens and masses equal the reference's bit for bit.
 """
 

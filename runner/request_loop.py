@@ -68,7 +68,7 @@ class RequestLoop:
                 self._ranks.note(steps.step())
                 if observer is not None:
                     observer(steps.metrics)
-            self._ranks.share(None)  # or the last step would have nobody look at it
+            self._ranks.share(None)  # so that ranks compare what the last step brought, too
         return steps.traces
 
     def _admit(self, request: Request, arrival_time: float) -> None:

@@ -34,7 +34,7 @@ class StepLoop:
         self._whole_steps: WholeSteps | None = None  # whose step is under way
         self._launched: LaunchedStep | None = None  # is under way, not read yet
         self._committed: tuple[LaunchedStep, list[CommittedTokens]] | None = None  # where steps do not run ahead
-        self.seconds: float | None = None  # of the last step; None: it did what others of its kind do not
+        self.seconds: float | None = None  # of the last step; None: it compiled, captured, or waited for a prompt
         self._is_unread = False  # nobody has waited for the prompts of the last step, which a GPU may still compute
         self._observed: ObservedStep | None = None  # the last step, where its requests speculate
 

@@ -45,7 +45,7 @@ class LaunchedStep:
     schedule: Schedule
     places: list[int]  # of the scheduled requests in the batch; all other places are empty
     depth: int  # of the drafts
-    draft_sources: list[str | None]  # of each scheduled request: whose drafts it gets if it gets any
+    draft_sources: list[str | None]  # of each scheduled request: the proposer that drafts for it
     seconds_to_find: float  # drafts on the host, before it was launched
     # [count, width] int64: depth + 3 as kernels/follow_verified.py has them; the parents of trees; the bits of logprobs
     packed: Download

@@ -131,7 +131,7 @@ def long_context_logits(model: Any, sequences: Sequence[TokenSequence]) -> tuple
 
 @torch.inference_mode()
 def hidden_states(model: Any, token_ids: list[int]) -> dict[int | str, torch.Tensor]:
-    """The residual stream after 0, 1 and 2 layers, and normed; transformers overwrites its last entry by the latter."""
+    """The residual stream after 0, 1 and 2 layers, and normed; transformers' last entry is the normed one."""
     decoder = model.base_model
     layers = decoder.h if hasattr(decoder, "h") else decoder.layers
     last: list[torch.Tensor] = []

@@ -24,7 +24,7 @@ from kernels.cpu.threads import LINE, PATIENCE, has_openmp, parts_of, sched_yiel
 PLACE_BYTES = 1 << 20  # of a place; what is larger goes piece by piece
 PART_BYTES = 1 << 15  # copied in some microseconds
 # Looks for another rank, some 50 ms of them, before this one naps in between: that one starts, or loads its weights.
-LONG_WAIT, NAP = 100_000, np.uint32(200)  # the latter in microseconds
+LONG_WAIT, NAP = 100_000, np.uint32(200)  # NAP in microseconds
 # In the memory: not 0 once nobody waits any more, and why; of each rank, a line each: how often it came, and with how
 # many bytes to the last two meetings.
 GIVEN_UP, MEETINGS, BYTES = 0, LINE, LINE + 8

@@ -31,7 +31,7 @@ from kernels.reference.experts import Routing
 
 MORE = (
     *("kernel", "kernel_of_many", "addresses", "starts", "calls"),
-    *("many_rows", "num_experts", "x_bytes", "out_bytes", "bias_bytes", "thread_bytes"),  # the latter of room
+    *("many_rows", "num_experts", "x_bytes", "out_bytes", "bias_bytes", "thread_bytes"),  # thread_bytes: of room
 )
 
 

@@ -37,7 +37,7 @@ PART_WORK = 1 << 17  # products, made in some microseconds; reading a weight tak
 Arguments = arguments_of(
     *("out", "bias", "x", "panels", "scales", "block_scales", "nothing", "room"),  # addresses; bias, scales 0: none
     *("num_rows", "row_bytes", "out_features", "num_panels", "panel_bytes", "steps", "group_steps"),
-    *("row_step_bytes", "room_bytes"),  # the latter of a thread
+    *("row_step_bytes", "room_bytes"),  # room_bytes: of a thread
     *("are_float32", "write"),  # whether results are; the address of elements.rows_writing
 )
 

@@ -12,7 +12,7 @@ import torch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """x: [..., hidden], weight: [hidden], eps: [] float32 -> [..., hidden] in x's dtype.
 
-    weight is of x's dtype, or of float32; beside rows of 16 bits the latter multiplies what is not yet rounded (Gemma).
+    weight is of x's dtype, or of float32; one of float32 multiplies rows of 16 bits before they are rounded (Gemma).
     """
     # Through the vector norm: on the CPU a mean along rows costs three times as much.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)

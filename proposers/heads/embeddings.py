@@ -13,8 +13,8 @@ def embeddings_of(
 ) -> tuple[Tensor, Tensor | None]:
     """What rms_norm_pair takes of tokens [num_rows]: a table and the ids, or their rows and None.
 
-    own: the head's table [vocab, hidden]; None: the target embeds. What scales the rows that it looks up, as modules of
-    transformers may, is asked for them.
+    own: the head's table [vocab, hidden]; None: the target's. A target that scales the rows of its table is asked for
+    the rows, and so is one that transformers' code embeds for, which may do that too.
     """
     if own is not None:
         return own, token_ids

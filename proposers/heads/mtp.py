@@ -69,7 +69,7 @@ class MtpHead:
             self.final_norm = norm()
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
         self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
-        # Where it projects by a copy of a target's head that has one.
+        # Of the target's head, where lm_head becomes a copy of it (proposers/heads/quantized.py).
         self.logits_softcap: torch.Tensor | None = None
         self.logits_scale: torch.Tensor | None = None
         self._names = found

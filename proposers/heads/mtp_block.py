@@ -114,7 +114,7 @@ class TransformersBlock:
         rows = target.embed_tokens.new_zeros(PROBE_ROWS, target.hidden_size)
         try:
             self._run(rows, torch.arange(PROBE_ROWS, device=device), probe)
-        except (UserError, TypeError, AttributeError) as error:  # the latter two: it takes other arguments
+        except (UserError, TypeError, AttributeError) as error:  # of Python's: it takes other arguments
             raise UserError(
                 f"{name}: {type(self._layer).__name__} cannot run as an MTP module of its own: {error}; "
                 "choose another method"

@@ -38,7 +38,7 @@ def draw_weights(model: Path, dtype: torch.dtype, directory: Path) -> None:
         ) from error
     try:
         drawn.save_pretrained(directory)
-    except (OSError, RuntimeError) as error:  # safetensors' error of a full disk is the latter
+    except (OSError, RuntimeError) as error:  # of a full disk safetensors' is a RuntimeError
         raise UserError(
             f"the weights of {model} must find room in {directory.parent}, and could not be written ({error}); set "
             "TMPDIR to a directory with more of it"

@@ -24,7 +24,7 @@ def take_matches(values: dict[str, Any], method: Any, notes: list[str]) -> None:
     del values[MATCHES_KEY]
     read = f"speculative_config.{MATCHES_KEY}=True is read as method="
     values |= {key: value for key, value in MATCHES_DEFAULTS.items() if values.get(key) is None}
-    depth, asked = values[DEPTH_KEY], values.pop(MATCH_TOKENS_KEY, None)  # the latter of suffix decoding by itself
+    depth, asked = values[DEPTH_KEY], values.pop(MATCH_TOKENS_KEY, None)  # asked: of suffix decoding by itself
     of_matches = min(depth, MATCH_TOKENS) if type(depth) is int else None
     if method != "mlp_speculator":
         if method is None:

@@ -143,7 +143,7 @@ class Architecture:
 
     @property
     def keys_of_values(self) -> dict[str, str]:
-        """Names, within a model, of what makes values -> of what makes keys, where that is one tensor: the latter's."""
+        """Names, within a model, of what makes values -> of what makes keys, where one tensor is both."""
         layers = [layer for layer, own in enumerate(self.heads) if own.are_values_keys]
         names = [(f"layers.{layer}.self_attn", kind) for layer in layers for kind in ("weight", "bias")]
         return {f"{name}.v_proj.{kind}": f"{name}.k_proj.{kind}" for name, kind in names}
@@ -301,9 +301,10 @@ def _require_own(config: Any) -> None:
         size = getattr(config, key, None)
         if size is not None and size < 1:
             raise UserError(f"{key} {of} must be >= 1, got {size}; mend its config")
+    # Of families that do not publish them, too: transformers reads is_causal in every config.
     for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):
         told = getattr(config, key, rule)
-        if bool(told) != rule and told != "vision":  # of images' tokens alone; transformers reads the latter of all
+        if bool(told) != rule and told != "vision":  # "vision": of images' tokens alone
             raise UserError(
                 f"{key} {of} must be {str(rule).lower()}: tokens that see what follows them cannot be generated one "
                 "after another; use a checkpoint of the published architecture"

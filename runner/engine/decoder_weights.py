@@ -24,7 +24,7 @@ from runner.engine.quantized_tensors import QuantizedTensor, require_scales
 from runner.engine.shard import Shard
 
 STD = 0.02  # of random weights
-SOME_BLOCK_SCALES = (168, 184)  # of random weights, up to the latter: between the smallest and four times that
+SOME_BLOCK_SCALES = (168, 184)  # of random weights: octets below 184, which stand for 2**-9 up to almost 2**-7
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:

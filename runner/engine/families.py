@@ -52,7 +52,7 @@ _GEMMA: dict[str, Any] = {
     "output_bias": "attention_bias",
     "norms_add_one": True,
     "activation": "gelu_tanh",
-    "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the latter, of the first releases, means the former
+    "activation_names": ("gelu_pytorch_tanh", "gelu"),  # the first releases say gelu where they mean it by tanh
     "is_embedding_scaled": True,
 }
 _QWEN3_NEXT: dict[str, Any] = {
@@ -114,7 +114,7 @@ _EXAONE_MIXTURE = replace(
     layers="by_type",
 )
 
-# Trinity's: Solar Open's among dense layers that another key counts.
+# Trinity's. The first layers, as many as num_dense_layers says, have none.
 _AFMOE_MIXTURE = replace(
     _DEEPSEEK_MIXTURE,
     router="router.gate",
@@ -238,7 +238,7 @@ FAMILIES = {
     "ernie4_5_moe": Family(
         qkv_bias=False,
         is_rope_interleaved=True,
-        fixed_values={"use_bias": False, "moe_norm_min": 1e-12},  # the latter: lost in sums of published scores
+        fixed_values={"use_bias": False, "moe_norm_min": 1e-12},  # moe_norm_min: sums are larger
         experts=Mixture(
             block="mlp",
             router_digits="float32",

@@ -17,7 +17,7 @@ class Mixture:
     is_beside_mlp: bool = False  # the layer has an MLP, too; else experts stand in its place
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # gate, where there is one, up, down
     router: str = "gate"
-    router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the last: so it is published
+    router_digits: Literal["of rows", "of checkpoint", "float32"] = "of rows"  # the dtype that it has
     count_key: str = "num_experts"
     choices_key: str = "num_experts_per_tok"  # experts that a row goes to
     size_key: str = "moe_intermediate_size"  # of an expert

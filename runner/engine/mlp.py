@@ -32,7 +32,7 @@ class MLP:
         is_gated: bool = True,
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._activation, self.is_gated = activation, is_gated  # the latter: the first product is two side by side
+        self._activation, self.is_gated = activation, is_gated  # is_gated: the first product is two side by side
         rows = gate_up_rows(name, intermediate_size) if is_gated else {f"{name}.up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization

@@ -98,7 +98,7 @@ def read_scheme(stated: Mapping[str, Any], of: str, option: str) -> Scheme:
     return scheme
 
 
-FORMATS_OF_8_BITS = ("e4m3", "float8_e4m3fn")  # the latter is MiniMax's spelling
+FORMATS_OF_8_BITS = ("e4m3", "float8_e4m3fn")  # float8_e4m3fn: MiniMax's spelling
 
 
 def _scheme_of(stated: Mapping[str, Any]) -> Scheme | None:

@@ -87,7 +87,7 @@ class QuantizedTensor:
 
 def require_plain(tensor: Any, name: str, of: str) -> Any:
     """The slice; raises UserError where its numbers cannot be the weights themselves."""
-    if name.endswith((".weight", "_proj")) and tensor.get_dtype() in EIGHT_BITS:  # the latter of all experts
+    if name.endswith((".weight", "_proj")) and tensor.get_dtype() in EIGHT_BITS:  # _proj: of all experts
         raise UserError(
             f"{of}: {name} must hold weights, got {tensor.get_dtype()} without the scales and the quantization_config "
             f"that would say what they are; {AGAIN}"

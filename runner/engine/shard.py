@@ -37,7 +37,7 @@ class Exchange(Protocol):
 class Shard:
     rank: int = 0
     size: int = 1
-    exchange: Exchange | None = None  # None: with nobody, or nothing but loading is asked for
+    exchange: Exchange | None = None  # None: there is one rank, or it loads weights and computes nothing
 
     def split(self, length: int, what: str) -> int:
         """Raises UserError unless every rank gets as many."""

@@ -181,7 +181,7 @@ class TransformersModel(nn.Module):
         probe = Probe(num_rows=PROBE_ROWS, sliding_layers=sliding_layers(config))
         try:
             vocab_size = self._pass_over_two(probe).shape[-1]
-        except (UserError, TypeError, AttributeError) as error:  # the latter two: it needs a mask or cache of its own
+        except (UserError, TypeError, AttributeError) as error:  # of Python's: it needs a mask or cache of its own
             raise UserError(
                 f"{name}: {type(self.head).__name__} cannot run over a paged KV cache: {error}; choose another model"
             ) from error

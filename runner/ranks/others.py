@@ -97,7 +97,7 @@ class Others:
         if errors:
             raise errors[0]
         self._exchange = met[0]
-        self.check()  # who failed before that had nobody to be let go of
+        self.check()  # whoever failed before the exchange was there has nobody stop waiting in it
         return self._exchange
 
     def tell(self, message: Any) -> None:
