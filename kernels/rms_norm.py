@@ -144,7 +144,7 @@ def rms_norm_pair_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """x: [num_rows, hidden], rows may lie further apart; weight: [hidden]; eps: [] float32 on x's device.
 
-    weight is of x's dtype, or of float32; beside rows of 16 bits the latter multiplies what is not yet rounded.
+    weight is of x's dtype, or of float32; one of float32 multiplies rows of 16 bits before they are rounded.
 
     Returns x's shape and dtype, contiguous.
     """
@@ -206,8 +206,8 @@ def rms_norm_pair(
     embeddings: Tensor,  # [vocab, hidden], contiguous; [num_rows, hidden] without token_ids
     token_ids: Tensor | None,  # [num_rows] int64
     states: Tensor,  # [num_rows, hidden], rows may lie further apart
-    embedding_weight: Tensor,  # [hidden], of the rows' dtype or of float32, as the next
-    state_weight: Tensor,  # [hidden]
+    embedding_weight: Tensor,  # [hidden], of the rows' dtype or of float32
+    state_weight: Tensor,  # [hidden], of the same
     eps: Tensor,  # [] float32
     *,
     states_first: bool = False,
@@ -220,6 +220,7 @@ def rms_norm_pair(
     assert states.dtype == embeddings.dtype
     for weight in (embedding_weight, state_weight):
         assert weight.shape == (hidden,) and weight.is_contiguous() and weight.dtype in (states.dtype, torch.float32)
+    assert embedding_weight.dtype == state_weight.dtype, "a pointer in Triton is to one type"
     assert eps.shape == () and eps.dtype == torch.float32 and eps.device == states.device
     out = torch.empty(num_rows, 2 * hidden, dtype=states.dtype, device=states.device)
     if out.numel() > 0:
