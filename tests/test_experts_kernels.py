@@ -27,9 +27,12 @@ linears = pytest.importorskip("kernels.linear")
 
 
 def logits_of(num_rows: int, num_experts: int, *, seed: int = 0) -> Tensor:
-    """Of few sizes, so that many are equal and no two others are a rounding apart."""
+    """Of few sizes, so that many are equal and no two others are a rounding apart, nor sums of two of their sigmoids.
+
+    Those of a number and its negative add up to 1: groups of such pairs were chosen by how each sigmoid is rounded.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
+    return torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2 + 0.125
 
 
 def to(device: torch.device, routing: Routing) -> Routing:
