@@ -47,10 +47,11 @@ PROMPTS = [
     "def fibonacci(n):\n",
     "import os\nimport sys\n\n\nclass Reader:\n",
     "for i in range(10):\n    print(i)\n" * 2,
+    "a" * 12,  # which goes on so: whatever a method guesses by, some of it is right
 ]
 PARAMS = [
     SamplingParams(temperature=temperature, top_p=0.95, seed=7, max_tokens=count)
-    for temperature, count in ((0.0, 24), (0.7, 17), (1.0, 24))
+    for temperature, count in ((0.0, 24), (0.7, 17), (1.0, 24), (0.0, 12))
 ]
 METHODS: dict[str, dict[str, Any]] = {
     **{method: {"method": method, "num_speculative_tokens": 3} for method in available_methods()},
@@ -157,7 +158,7 @@ def test_layers_of_other_families_keep_the_promise_in_two_ranks(options: dict[st
         def run(ranks: Ranks, config: SpeculativeConfig = config) -> list[list[int]]:
             llm = LLM.from_config(config, ranks=ranks)
             assert llm.engine.target.is_row_invariant
-            requests, metrics = make_requests(prompts, PARAMS, llm.engine.tokenizer, 0), MetricsCollector()
+            requests, metrics = make_requests(prompts, PARAMS[:3], llm.engine.tokenizer, 0), MetricsCollector()
             llm.run(requests, llm.engine.proposer, metrics)
             assert metrics.steps_in_parts.total() < metrics.num_decoding_steps, "some are recorded"
             return texts_of(requests)
