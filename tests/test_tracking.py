@@ -21,7 +21,16 @@ from sqlalchemy.exc import OperationalError
 from kernels.machine import git_sha
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
-from runner.tracking import PARENT_RUN_ENV, Tracker, add_row, check_store, collecting_rows, open_tracker, start_sweep
+from runner.tracking import (
+    PARENT_RUN_ENV,
+    RUNS_FILE,
+    Tracker,
+    add_row,
+    check_store,
+    collecting_rows,
+    open_tracker,
+    start_sweep,
+)
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import flat_metrics, flat_params
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path, store_errors
@@ -458,6 +467,34 @@ def test_the_lines_of_a_sweep_share_a_parent_that_no_other_run_has(
     parents = [line["parent_run_id"] for line in read_lines(tmp_path)]
     assert parents[0] == parents[1] != parents[2] == parents[3] and parents[4] is None
     assert all(len(parent) == 32 for parent in parents[:4])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit stands in for a full disk there")
+def test_a_line_that_a_full_disk_has_no_room_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it was written, the run ended well, and the next line was appended to the half: both were lost."""
+    import resource
+
+    monkeypatch.chdir(tmp_path)
+    with open_tracker("jsonl", experiment_name="tests", run_name="first"):
+        pass
+    before, limits = (tmp_path / RUNS_FILE).read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = rf"{RUNS_FILE} cannot be written \(File too large\); make room there"
+    try:
+        with pytest.raises(UserError, match=full), open_tracker("jsonl", experiment_name="tests"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / RUNS_FILE).read_bytes() == before
+
+
+def test_a_line_does_not_go_on_where_another_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / RUNS_FILE).write_bytes(b'{"run_name": "hal')
+    with open_tracker("jsonl", experiment_name="tests", run_name="whole"):
+        pass
+    half, whole = (tmp_path / RUNS_FILE).read_text().splitlines()
+    assert (half, json.loads(whole)["run_name"]) == ('{"run_name": "hal', "whole")
 
 
 def test_tracking_none_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -22,7 +23,7 @@ class JsonlTracker(Tracker):
     """Collects the run and appends it as one JSON object when it ends, whatever its status.
 
     The line has run_id, parent_run_id, run_name, status, start_time (s since 1970), seconds, tags, params, summary and
-    artifacts (paths, not copies). It is appended in one write under a lock, so that parallel jobs can share the file.
+    artifacts (paths, not copies). It is appended whole under a lock, so that parallel jobs can share the file.
     The time series is left out: the per-step counts of every request are in outputs.jsonl.
     """
 
@@ -80,8 +81,27 @@ def check_runs_file() -> None:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Adds one JSON object to a file that several processes may share: in one write, under its lock."""
+    """Adds one JSON object to a file that several processes may share: under its lock, whole or not at all.
+
+    Raises:
+        UserError: there is no room for it; the file is as it was.
+    """
     line = json.dumps(record, default=str).encode() + b"\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path), path.open("ab", buffering=0) as file:
-        file.write(line)
+    try:
+        with file_lock(path), path.open("a+b", buffering=0) as file:
+            _append(file, line)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); make room there, or write elsewhere") from error
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(-1, os.SEEK_END)
+        line = line if file.read(1) == b"\n" else b"\n" + line  # half a line that somebody left would take ours along
+    try:
+        while line:  # a disk that fills up takes a part, and refuses the rest
+            line = line[file.write(line) :]
+    except BaseException:
+        file.truncate(size)
+        raise
