@@ -32,7 +32,7 @@ from runner.tracking import (
     start_sweep,
 )
 from runner.tracking.comparison import _errors, _label, write_comparison
-from runner.tracking.flatten import flat_metrics, flat_params
+from runner.tracking.flatten import MAX_KEY_LENGTH, flat_metrics, flat_params, flat_values
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path, store_errors
 from runner.tracking.series import step_series
 from runner.tracking.tracker import MACHINE, comparison_row, status_of
@@ -116,7 +116,7 @@ def test_mlflow_gets_parameters_numbers_series_artifacts_and_tags(uri: str, clie
         "tpot_ms/median": 8.25,
         "acceptance_per_position/0": 0.75,
         "acceptance_per_position/2": 0.25,
-        "categories/docs _ logs/num_requests": 2,
+        "categories/docs _ logs-3b1b7010/num_requests": 2,
     }
     rates = client.get_metric_history(tracker.run_id, "step/acceptance_rate")
     assert [(m.step, m.value) for m in rates] == [(1, 0.5)]  # step 0 had no draft, so no rate
@@ -519,7 +519,30 @@ def test_flat_metrics_keep_finite_numbers_only() -> None:
         "h@i/j": 2,
         "..": 3,
     }
-    assert flat_metrics(nested) == {"a/b": 1.0, "d/0": 0.5, "h_i_j": 2.0, "__": 3.0}
+    assert flat_metrics(nested) == {"a/b": 1.0, "d/0": 0.5, "h_i_j-d9048f09": 2.0, "__-5ec1f7e7": 3.0}
+
+
+def test_categories_that_keys_cannot_hold_stay_apart() -> None:
+    """Of names in other scripts, and of a/b and a_b, the last was recorded for all; long ones failed a measured run."""
+    categories = ["a_b", "a/b", "\u6570\u5b66", "\u7f16\u7a0b", "", "\ud800", "x" * 300, "x" * 301]
+    summary = {"categories": {name: {"conditional_acceptance_per_position": [0.5] * 128} for name in categories}}
+    keys = list(flat_metrics(summary))
+    assert len(set(keys)) == len(keys) == 128 * len(categories)
+    assert keys[0] == "categories/a_b/conditional_acceptance_per_position/0"
+    assert max(map(len, keys)) <= MAX_KEY_LENGTH
+
+
+def test_parameters_of_long_names_keep_to_the_same_limit_though_they_are_flattened_twice() -> None:
+    flat = flat_values({"options": {"y" * 300: 1, "y" * 301: 2, "plain": 3}})
+    assert max(map(len, flat)) == MAX_KEY_LENGTH and len(flat) == 3 and flat["options.plain"] == 3
+    assert flat_params(flat) == {key: str(value) for key, value in flat.items()}
+
+
+@pytest.mark.parametrize("category", ["\u6570" * 300, "a|b" * 100])
+def test_mlflow_takes_a_category_of_any_length_and_script(category: str, uri: str, client: Any) -> None:
+    with open_tracker("mlflow", experiment_name="tests", tracking_uri=uri) as tracker:
+        tracker.log_summary({"categories": {category: {"num_requests": 2}}})
+    assert list(client.get_run(tracker.run_id).data.metrics.values()) == [2.0]
 
 
 def test_flat_params_keep_every_value_as_text() -> None:

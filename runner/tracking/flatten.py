@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from runner.tracking.names import as_key
+
+MAX_KEY_LENGTH = 250  # MLflow's
+MAX_PART_LENGTH = 100  # of a metric's, which has one name of a user's, a category, among several of ours
 
 
 def flat_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a summary, keys joined by "/", entries of a list by their index; the rest is left out."""
     pairs = _leaves(summary, (), split_lists=True)
     numbers = ((keys, value) for keys, value in pairs if isinstance(value, int | float) and not isinstance(value, bool))
-    return {"/".join(map(_safe, keys)): float(value) for keys, value in numbers if math.isfinite(value)}
+    finite = ((keys, float(value)) for keys, value in numbers if math.isfinite(value))
+    return {"/".join(as_key(key, MAX_PART_LENGTH) for key in keys): value for keys, value in finite}
 
 
 def flat_values(params: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's values as they are, keys joined by "."."""
-    return {".".join(map(_safe, keys)): value for keys, value in _leaves(params, (), split_lists=False)}
+    pairs = _leaves(params, (), split_lists=False)
+    return {as_key(".".join(keys), MAX_KEY_LENGTH): value for keys, value in pairs}
 
 
 def flat_params(params: Mapping[str, Any]) -> dict[str, str]:
@@ -35,12 +41,6 @@ def _leaves(value: Any, keys: tuple[str, ...], *, split_lists: bool) -> Iterator
             yield from _leaves(inner, (*keys, str(index)), split_lists=split_lists)
     elif keys:
         yield keys, value
-
-
-def _safe(key: str) -> str:
-    """MLflow takes letters, digits and _-.:/ and space alone; "/" is our separator, and "." and ".." would be paths."""
-    key = re.sub(r"[^\w\-.: ]", "_", key, flags=re.ASCII)
-    return key if key.strip(".") else "_" * max(len(key), 1)
 
 
 def _text(value: Any) -> str:
