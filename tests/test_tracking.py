@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
@@ -361,6 +363,64 @@ def test_the_default_store_is_a_file_here_unless_the_environment_names_one(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert resolve_tracking_uri(None) == "http://server:5000"
     assert resolve_tracking_uri("sqlite:///x.db") == "sqlite:///x.db"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names hold no question marks there")
+def test_the_default_store_works_in_a_directory_whose_name_means_something_in_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database was looked for in another directory, or under half its name, and artifacts went to "x y"."""
+    from mlflow import MlflowClient
+
+    directory = tmp_path / "q?x%20y#z"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (directory / "notes.txt").write_text("kept")
+    with open_tracker("mlflow", experiment_name="tests") as tracker:
+        tracker.log_artifacts([directory / "notes.txt"])
+    address = resolve_tracking_uri(None)
+    assert sqlite_path(address) == directory / "mlflow.db" and (directory / "mlflow.db").is_file()
+    assert [file.path for file in MlflowClient(tracking_uri=address).list_artifacts(tracker.run_id)] == ["notes.txt"]
+    assert (directory / "mlruns" / "tests" / str(tracker.run_id) / "artifacts" / "notes.txt").is_file()
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+def test_a_directory_that_no_address_leads_to_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SQLAlchemy before 2.1 has it, which reads no escapes: a question mark ends the name."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(sqlalchemy, "make_url", lambda uri: SimpleNamespace(database=uri.partition(":///")[2]))
+    (tmp_path / "a%b").mkdir()
+    monkeypatch.chdir(tmp_path / "a%b")
+    with pytest.raises(UserError, match=r"tracking_uri must be given here: .*a%b.mlflow\.db'; set it to .*=jsonl"):
+        check_store("mlflow", tracking_uri=None, experiment_name="tests")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are text there")
+def test_a_directory_whose_name_is_no_text_has_no_default_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a UnicodeEncodeError's traceback."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "caf\udce9").mkdir()
+    monkeypatch.chdir(tmp_path / "caf\udce9")
+    with pytest.raises(UserError, match=r"tracking_uri must be .*surrogates not allowed\n.*tracking=jsonl"):
+        check_store("mlflow", tracking_uri=None, experiment_name="tests")
+
+
+def test_the_reason_of_a_store_is_what_the_database_said(tmp_path: Path) -> None:
+    """Of a full disk the first line was SQLAlchemy's: "raised as a result of Query-invoked autoflush"."""
+    from mlflow.exceptions import MlflowException
+
+    advice = "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block)\n..."
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(UserError, match=r"mlflow\.db': database or disk is full\nUse "), store_errors(uri):
+        try:
+            raise OperationalError("INSERT ...", {}, sqlite3.OperationalError("database or disk is full"))
+        except OperationalError as error:
+            raise MlflowException(advice) from error
 
 
 @pytest.mark.parametrize("bad", ["./mlruns", "foo://bar", "http://127.0.0.1:9", "sqlite:////proc/no/mlflow.db"])

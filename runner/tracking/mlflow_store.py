@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 
 def resolve_tracking_uri(tracking_uri: str | None) -> str:
-    """The address given, else MLFLOW_TRACKING_URI, else mlflow.db in the current directory."""
-    return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+    """The address given, else MLFLOW_TRACKING_URI, else mlflow.db in the current directory.
+
+    Raises:
+        UserError: no address leads to that directory.
+    """
+    return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _sqlite_uri(Path.cwd() / "mlflow.db")
 
 
 def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]:
@@ -60,7 +64,7 @@ def _create(database: Path) -> None:
     new = database.with_name(f"{database.name}.new")
     new.unlink(missing_ok=True)  # of a start that was interrupted
     store: Any = SqlAlchemyStore
-    store(f"sqlite:///{new}", str(database.parent / "mlruns")).engine.dispose()
+    store(_sqlite_uri(new), _artifact_uri(database.parent / "mlruns")).engine.dispose()
     new.replace(database)
 
 
@@ -69,7 +73,7 @@ def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | 
     if experiment is None:
         # MLflow would keep artifacts in the first run's current directory; beside the database they are found.
         folder = re.sub(r"[^\w\-.]", "_", experiment_name)
-        artifacts = str(database.parent / "mlruns" / folder) if database else None
+        artifacts = _artifact_uri(database.parent / "mlruns" / folder) if database else None
         return str(client.create_experiment(experiment_name, artifact_location=artifacts))
     if experiment.lifecycle_stage == "deleted":
         raise UserError(
@@ -79,10 +83,39 @@ def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | 
     return str(experiment.experiment_id)
 
 
+def _artifact_uri(directory: Path) -> str:
+    """MLflow takes escapes in a path, too, for what they mean."""
+    return directory.as_uri() if "%" in str(directory) else str(directory)
+
+
 def sqlite_path(tracking_uri: str) -> Path | None:
     """The database file of a sqlite address; None for every other store, and for what is in memory."""
-    match = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", tracking_uri)
-    return Path(match[1]).absolute() if match else None
+    if not re.match(r"sqlite(\+\w+)?:///", tracking_uri):
+        return None
+    from sqlalchemy import make_url
+
+    database = make_url(tracking_uri).database
+    return Path(database).absolute() if database and not re.match(":memory:|file:", database) else None
+
+
+def _sqlite_uri(database: Path) -> str:
+    """The address of a database file. A "?" ends it, and from 2.1 on SQLAlchemy takes escapes in it for what they mean.
+
+    One with escapes names the driver: for sqlite:/// alone MLflow makes directories, by the escapes' text.
+    """
+    uri = f"sqlite:///{database}"
+    if "%" not in uri and "?" not in uri:
+        return uri
+    with store_errors(uri):
+        from sqlalchemy import URL
+
+        escaped = URL.create("sqlite+pysqlite", database=str(database)).render_as_string()
+        if sqlite_path(escaped) == database:
+            return escaped
+    raise UserError(
+        f"tracking_uri must be given here: SQLAlchemy reads no address as {str(database)!r}; "
+        "set it to sqlite:///<another file>.db or the address of a server, or run with tracking=jsonl"
+    )
 
 
 @contextmanager
@@ -92,20 +125,20 @@ def store_errors(tracking_uri: str) -> Iterator[None]:
     An interrupt waits until a database has been written: MLflow's transaction would stay open, and hold the lock for
     which the next call waits.
     """
-    waits = postponed_interrupts if sqlite_path(tracking_uri) else nullcontext
     try:
-        with waits():
+        with postponed_interrupts() if sqlite_path(tracking_uri) else nullcontext():
             yield
     except ModuleNotFoundError as error:
         package = error.name or "mlflow"
+        brings_it = "mlflow" if package.startswith(("mlflow", "sqlalchemy")) else package
         raise UserError(
             f"tracking=mlflow needs the package {package}, which is not installed; "
-            f"pip install {'mlflow' if package.startswith('mlflow') else package}, or run with tracking=jsonl"
+            f"pip install {brings_it}, or run with tracking=jsonl"
         ) from error
     except Exception as error:
         if not _is_store_error(error):
             raise
-        reason, path = str(error).strip().split("\n")[0], sqlite_path(tracking_uri)
+        reason, path = _reason(error), sqlite_path(tracking_uri)
         remedy = "Use sqlite:///<file>.db or the address of a server"
         if path is not None and re.search("duplicate column|already exists", reason):
             remedy = f"Its tables are half made, as an interrupt leaves them: delete {path}"
@@ -116,6 +149,14 @@ def store_errors(tracking_uri: str) -> Iterator[None]:
 
 
 def _is_store_error(error: Exception) -> bool:
-    """MLflow's own errors, those of the database layers below it, and the disk's."""
+    """MLflow's own errors, those of the database layers below it, the disk's, and of text that no store can hold."""
     families = {cls.__module__.split(".")[0] for cls in type(error).__mro__}
-    return isinstance(error, OSError) or bool(families & {"mlflow", "sqlalchemy", "alembic"})
+    return isinstance(error, OSError | UnicodeEncodeError) or bool(families & {"mlflow", "sqlalchemy", "alembic"})
+
+
+def _reason(error: Exception) -> str:
+    """What the database said, where it did: the layers above begin with advice on their own use."""
+    cause: BaseException | None = error
+    while cause is not None and not hasattr(cause, "orig"):
+        cause = cause.__cause__
+    return str(getattr(cause, "orig", None) or error).strip().split("\n")[0]
