@@ -36,6 +36,7 @@ from runner.tracking import (
 from runner.tracking.comparison import _errors, _label, write_comparison
 from runner.tracking.flatten import MAX_KEY_LENGTH, flat_metrics, flat_params, flat_values
 from runner.tracking.mlflow_store import resolve_tracking_uri, sqlite_path, store_errors
+from runner.tracking.names import as_folder
 from runner.tracking.series import step_series
 from runner.tracking.tracker import MACHINE, comparison_row, status_of
 
@@ -408,6 +409,33 @@ def test_a_directory_whose_name_is_no_text_has_no_default_store(
     monkeypatch.chdir(tmp_path / "caf\udce9")
     with pytest.raises(UserError, match=r"tracking_uri must be .*surrogates not allowed\n.*tracking=jsonl"):
         check_store("mlflow", tracking_uri=None, experiment_name="tests")
+
+
+@pytest.mark.parametrize(("name", "got"), [("", "0: ''"), ("x" * 501, "501: 'x+'")])
+def test_a_name_that_no_experiment_can_have_is_not_blamed_on_the_store(name: str, got: str, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(
+        UserError, match=f"^experiment_name must have 1 to 500 characters, got {got}; set experiment_na"
+    ):
+        check_store("mlflow", tracking_uri=store, experiment_name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\u6570" * 500, "..", ".", "/", "\u6570\u5b66"])
+def test_an_experiment_of_any_name_has_a_directory_for_its_artifacts(name: str, uri: str, tmp_path: Path) -> None:
+    """Long ones passed the check, and failed behind the measurement: File name too long."""
+    (tmp_path / "notes.txt").write_text("kept")
+    with open_tracker("mlflow", experiment_name=name, tracking_uri=uri) as tracker:
+        tracker.log_artifacts([tmp_path / "notes.txt"])
+    database = sqlite_path(uri)
+    assert database is not None
+    (artifacts,) = (database.parent / "mlruns").glob(f"*/{tracker.run_id}/artifacts")
+    assert [file.name for file in artifacts.iterdir()] == ["notes.txt"]
+
+
+def test_long_names_that_begin_alike_have_directories_of_their_own() -> None:
+    assert as_folder("x" * 300) != as_folder("x" * 301)
+    assert max(len(as_folder(name * 200).encode()) for name in ("x", "\u6570", "a\u6570")) <= 120
 
 
 def test_the_reason_of_a_store_is_what_the_database_said(tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from runner.endings import postponed_interrupts
 from runner.engine.errors import UserError
 from runner.tracking.file_lock import file_lock
+from runner.tracking.names import as_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+MAX_EXPERIMENT_NAME_LENGTH = 500  # MLflow's
 
 
 def resolve_tracking_uri(tracking_uri: str | None) -> str:
@@ -36,8 +39,9 @@ def connect(tracking_uri: str, experiment_name: str) -> tuple[MlflowClient, str]
     """Opens the store, creating it and the experiment where missing; returns the client and the experiment's id.
 
     Raises:
-        UserError: MLflow is not installed, or the store cannot be used.
+        UserError: MLflow is not installed, the store cannot be used, or takes no experiment of that name.
     """
+    _check_experiment_name(experiment_name)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default, 7, is minutes before a typo shows
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
@@ -72,8 +76,7 @@ def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | 
     experiment = client.get_experiment_by_name(experiment_name)
     if experiment is None:
         # MLflow would keep artifacts in the first run's current directory; beside the database they are found.
-        folder = re.sub(r"[^\w\-.]", "_", experiment_name)
-        artifacts = _artifact_uri(database.parent / "mlruns" / folder) if database else None
+        artifacts = _artifact_uri(database.parent / "mlruns" / as_folder(experiment_name)) if database else None
         return str(client.create_experiment(experiment_name, artifact_location=artifacts))
     if experiment.lifecycle_stage == "deleted":
         raise UserError(
@@ -86,6 +89,13 @@ def _experiment_id(client: MlflowClient, experiment_name: str, database: Path | 
 def _artifact_uri(directory: Path) -> str:
     """MLflow takes escapes in a path, too, for what they mean."""
     return directory.as_uri() if "%" in str(directory) else str(directory)
+
+
+def _check_experiment_name(name: str) -> None:
+    """MLflow would blame the store, and only once it has been made."""
+    got = f"{len(name)}: {name[:40]!r}; set experiment_name=<another>"
+    if not 0 < len(name) <= MAX_EXPERIMENT_NAME_LENGTH:
+        raise UserError(f"experiment_name must have 1 to {MAX_EXPERIMENT_NAME_LENGTH} characters, got {got}")
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:

@@ -1,10 +1,11 @@
-"""Names that users give, as the keys of metrics and parameters hold them."""
+"""Names that users give, as the keys of metrics and parameters and as a directory hold them."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 
+MAX_FOLDER_BYTES = 100  # file systems hold 255
 _HASH_LENGTH = 8
 
 
@@ -18,6 +19,14 @@ def as_key(name: str, max_length: int) -> str:
     if key == name and len(key) <= max_length:
         return key
     return _marked(key[: max_length - _HASH_LENGTH - 1], name)
+
+
+def as_folder(name: str) -> str:
+    """The same for a directory of files with names of their own, which names that become the same may share."""
+    folder = re.sub(r"[^\w\-.]", "_", name)
+    folder = folder if folder.strip(".") else "_" * len(folder)
+    cut = folder.encode()[:MAX_FOLDER_BYTES].decode(errors="ignore")
+    return folder if cut == folder else _marked(cut, name)
 
 
 def _marked(text: str, name: str) -> str:
