@@ -89,6 +89,11 @@ def printing(work: Callable[[], int]) -> int:
     return status if failure is None else status or LOST_OUTPUT_STATUS
 
 
+def never_raising(errors: str | None) -> str | None:
+    """What a stream does about characters that its encoding lacks, made harmless: names of files may hold any."""
+    return "backslashreplace" if errors in ("strict", "surrogateescape") else errors
+
+
 class _Stdout(io.TextIOWrapper):
     """What it cannot write goes to nobody, but for a reader that left (BrokenPipeError)."""
 
@@ -122,8 +127,8 @@ def _guarded(stream: TextIO | None) -> TextIO:
         return closed
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
         return stream  # a caller's
-    options: Any = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
-    return _Stdout(stream.buffer, **options)
+    options: Any = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
+    return _Stdout(stream.buffer, errors=never_raising(stream.errors), **options)
 
 
 def _print_to_nobody(descriptor: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,10 +132,16 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):  # as which it would be written to outputs.jsonl, where it is no JSON
+        raise ValueError(f"{text} is beyond the range of floats")
+    return value
+
+
 def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     """A prompt is a string, a list of chat messages, or token ids; `id` is for people."""
     try:
-        row: Any = json.loads(line.strip(), parse_constant=_refuse_constant)
+        row: Any = json.loads(line.strip(), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, or nested too deep
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         got = f"{line.strip()[:60]!r}: {reason}"
@@ -158,12 +165,13 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
         got = json.dumps(prompt)[:60]
         rule = "must be a string that is not empty, chat messages or token ids"
         raise UserError(f"{place}: {prompt_field} {rule}, got {got}; mend or remove that line")
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, as "\ud800" in JSON
-        half = error.object[error.start]
-        raise UserError(f"{place}: {prompt_field} must be text that UTF-8 can hold, got {half!r}; mend it") from error
     category = row.get("category")
+    for name, value in ((prompt_field, prompt), ("category", category), ("id", row.get("id")), ("fields", list(row))):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, as "\ud800" in JSON
+            half = error.object[error.start]
+            raise UserError(f"{place}: {name} must be text that UTF-8 can hold, got {half!r}; mend it") from error
     sampling = {key: row[key] for key in LINE_PARAMS if row.get(key) is not None}
     try:
         SamplingParams(**sampling)

@@ -159,6 +159,14 @@ def test_a_run_is_recorded_where_stdout_is_full_or_closed(
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
 
 
+def test_a_name_that_is_no_text_is_printed_in_escapes(tmp_path: Path) -> None:
+    """Of a directory in latin1 the table of a sweep was printed, and then a traceback."""
+    code = "import sys; from runner.endings import printing; sys.exit(printing(lambda: print('sweep caf\\udce9') or 0))"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"sweep caf\\udce9", b"")
+
+
 def test_paths_and_records_go_by_the_directory_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under hydra.job.chdir a workload was looked for in the run's own directory, and the run recorded there."""
     (tmp_path / "own.jsonl").write_text('{"prompt": "def f"}\n')

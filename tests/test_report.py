@@ -215,23 +215,27 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert "####" in shown(summary(), encoding="ascii")
 
 
-def test_a_pipe_without_unicode_does_not_break_on_a_path() -> None:
-    """A run's name or path may hold anything; with LANG=C it must not end the run in a UnicodeEncodeError."""
+@pytest.mark.parametrize(
+    ("encoding", "model"), [("ascii", "mod\\xe8le"), ("utf-8", "mod\u00e8le"), ("utf-8:surrogateescape", "mod\u00e8le")]
+)
+def test_a_pipe_does_not_break_on_a_path_that_its_encoding_lacks(encoding: str, model: str) -> None:
+    """A run's name or path may hold anything: with LANG=C, or of bytes that are no UTF-8, it ended measured runs."""
     code = """
 from runner.metrics import MetricsCollector
 from runner.report import print_summary
 numbers = MetricsCollector().summary(method="none", num_speculative_tokens=0)
-print_summary(numbers, model="mod\u00e8le", files=["/home/\u65e5/x"])
+print_summary(numbers, model="mod\u00e8le", files=["/home/\\ud800/x"])
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": ".", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"},
+        env={"PYTHONPATH": ".", "PYTHONIOENCODING": encoding, "COLUMNS": "40"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "model                         mod?le" in done.stdout  # nor is it cut at 40 columns
+    assert f"model                         {model}" in done.stdout  # nor is it cut at 40 columns
+    assert "/home/\\ud800/x" in done.stdout
 
 
 def test_bars_are_as_long_as_their_share() -> None:

@@ -341,6 +341,9 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
         ('["x"]', r'1 must be a JSON object, got a list; write {"prompt": \.\.\.}'),
         ('{"text": "x"}', "1 must have the field 'prompt', and has text; set workload.prompt_field="),
         ('{"prompt": "\\ud800"}', r"1: prompt must be text that UTF-8 can hold, got '\\ud800'"),
+        ('{"prompt": "x", "category": "\\udfff"}', r"1: category must be text that UTF-8 can hold, got '\\udfff'"),
+        ('{"prompt": "x", "id": ["\\ud800"]}', r"1: id must be text that UTF-8 can hold, got '\\ud800'; mend"),
+        ('{"prompt": "x", "\\ud800": 1}', r"1: fields must be text that UTF-8 can hold, got '\\ud800'; mend"),
         ('{"messages": []}', r"1: messages must be a string that .*, got \[\]; mend or remove"),
         ('{"prompt": 7}', "must be a string that is not empty, chat messages or token ids, got 7"),
         (
@@ -353,6 +356,7 @@ def test_an_interrupted_run_keeps_the_requests_that_finished(
         ('{"prompt": "x", "max_tokens": 0}', "1: max_tokens must be >= 1, got 0; mend it, or leave it out"),
         ('{"prompt": "x", "temperature": "hot"}', "1: temperature must be a number, got 'hot'"),
         ('{"prompt": "x", "id": NaN}', "1 must be a JSON object, got .*: NaN is no JSON; mend"),
+        ('{"prompt": "x", "id": [-1e999]}', "1 must be a JSON object, got .*: -1e999 is beyond the range of floats"),
         ('{"prompt": {"prompt_token_ids": "abc"}}', r"^request 0 \(.*:1\): prompt_token_ids must be a list"),
         ("", "must hold at least one prompt"),
     ],

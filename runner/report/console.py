@@ -7,6 +7,8 @@ import sys
 
 from rich.console import Console, RenderableType
 
+from runner.endings import never_raising
+
 MIN_WIDTH = 80  # a narrower terminal wraps our lines itself; cutting numbers short would misstate them
 MAX_WIDTH = 1000  # columns of a table that nothing bounds
 
@@ -20,8 +22,8 @@ class _Console(Console):
 def open_console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr that never fails on a character its encoding lacks (a path, a run's name)."""
     stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
-        stream.reconfigure(errors="replace")
+    if isinstance(stream, io.TextIOWrapper) and (errors := never_raising(stream.errors)) != stream.errors:
+        stream.reconfigure(errors=errors)
     return _Console(stderr=stderr)
 
 
