@@ -182,6 +182,25 @@ def test_a_sweep_that_cannot_be_expanded_is_refused(cli: CommandLine, argv: list
     assert "Traceback" not in ending.err
 
 
+def test_points_that_would_be_recorded_apart_are_no_sweep(cli: CommandLine, tmp_path: Path) -> None:
+    """Those of another experiment than the first point's were missing in the table, which said "1 of 2 points ran"."""
+    ending = cli("-m", "experiment_name=a,b", "tracking=mlflow,none")
+    assert (ending.status, ending.jobs, ending.out) == (2, [], "")
+    rule = "must be the same in every point of a sweep, which is one comparison"
+    assert ending.err.splitlines()[2:] == [
+        f"  tracking {rule}, got ['mlflow', 'none']",
+        "      start a sweep for each",
+        f"  experiment_name {rule}, got ['a', 'b']",
+        "      start a sweep for each",
+    ]
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    for name in "ab":
+        text = f"# @package _global_\ntracking_uri: sqlite:///{name}.db\n"
+        (tmp_path / "own" / "experiment" / f"{name}.yaml").write_text(text)
+    ending = cli("-m", "--config-dir", "own", "experiment=a,b")
+    assert ending.jobs == [] and f"tracking_uri {rule}, got ['sqlite:///a.db', 'sqlite:///b.db']" in ending.err
+
+
 def test_a_point_that_fails_leaves_the_others_running_and_fails_the_sweep(cli: CommandLine) -> None:
     def fail(config: SpeculativeConfig) -> None:
         if config.method.method == "ngram":
@@ -250,7 +269,7 @@ def test_an_mlflow_sweep_runs_inside_one_parent_run(cli: CommandLine, monkeypatc
     ending = cli("-m", "method=ngram,none", "method.num_speculative_tokens=2", "experiment_name=e", "run_name=r")
     assert ending.status == 0, ending.err
     assert len(ending.jobs) == 2
-    assert ending.out.splitlines()[-3:] == [" 1 of 2 points ran", "sweep at home", "show  mlflow ui"]
+    assert ending.out.splitlines()[-3:] == [" 1 of 2 points are recorded", "sweep at home", "show  mlflow ui"]
     assert parents == [
         {
             "params": {"method": "ngram,none"},

@@ -28,6 +28,7 @@ from runner.config.workload import JsonlWorkload
 from runner.engine.errors import UserError
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+KEYS_OF_THE_RECORD = ("tracking", "tracking_uri", "experiment_name")  # where the points of a sweep are found together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
     """All points of a multirun, validated; None under a sweeper that chooses its points while it runs.
 
     Raises:
-        ConfigError: an override is malformed.
+        ConfigError: an override is malformed, or the points would be recorded in different places.
         SweepError: at least one point is invalid.
     """
     if hydra.sweeper["_target_"] != BASIC_SWEEPER:
@@ -116,6 +117,8 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
             failures.append((point, error))
     if failures:
         raise SweepError(len(points), failures)
+    if problems := list(_different_records(configs)):
+        raise ConfigError(problems)
     distinct: dict[str, tuple[tuple[str, ...], SpeculativeConfig]] = {}
     duplicates = []
     for point, config in zip(points, configs, strict=True):
@@ -133,6 +136,14 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
         swept=swept,
         below_swept=frozenset(str(o.input_line) for o in plain if o.key_or_group.partition(".")[0] in swept),
     )
+
+
+def _different_records(configs: Sequence[SpeculativeConfig]) -> Iterator[Problem]:
+    for key in KEYS_OF_THE_RECORD:
+        values = list(dict.fromkeys(getattr(config, key) for config in configs))
+        if len(values) > 1:
+            rule = "must be the same in every point of a sweep, which is one comparison"
+            yield Problem(name=key, rule=rule, value=values, remedy="start a sweep for each")
 
 
 def require_files(sweep: Sweep) -> None:
@@ -206,7 +217,7 @@ def _parent_run(sweep: Sweep) -> Iterator[None]:
     def show(rows: Sequence[Mapping[str, Any]]) -> None:
         print_comparison(rows, params=tuple(swept))
         if len(rows) < len(sweep.points):  # an interrupt, or points that could not start
-            print(f" {len(rows)} of {len(sweep.points)} points ran")
+            print(f" {len(rows)} of {len(sweep.points)} points are recorded")
 
     if config.tracking != "mlflow":  # which finds the runs of jobs on other machines too
         with collecting_rows() as rows_of:
