@@ -59,6 +59,23 @@ def app(cfg: DictConfig) -> None:
         raise
 
 
+def _run_jobs() -> None:
+    """By Hydra, which writes what it keeps of a job before it calls ours.
+
+    Raises:
+        UserError: there is no room for that; a job's own errors pass.
+    """
+    try:
+        app()
+    except OSError as error:
+        if any(frame.f_code is app.__wrapped__.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        raise UserError(
+            f"{error.filename or 'the .hydra directory of the run'} cannot be written ({error.strerror}); "
+            "make room, or set hydra.run.dir, of a sweep hydra.sweep.dir, to another directory"
+        ) from error
+
+
 def _leave(error: Exception) -> None:
     """The point of a sweep that it ended, and that has been shown."""
     _shown.append(error)
@@ -74,7 +91,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
         with checked(parse_args(argv), argv) as sys.argv[1:]:
-            app()
+            _run_jobs()
     except FailedPointsError as error:
         show_error(UserError(str(error)))
         return error.status

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import hydra.core.utils
 import pytest
 from omegaconf import OmegaConf
 
@@ -230,6 +232,26 @@ def test_a_bug_keeps_its_traceback(cli: CommandLine) -> None:
     cli.on_job = fail
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli()
+
+
+@pytest.mark.parametrize("mode", [[], ["-m"]])
+def test_a_disk_that_is_full_when_a_job_starts_is_one_screen(
+    cli: CommandLine, mode: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's own writing of .hydra/config.yaml ended in a traceback."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hydra.core.utils, "_save_config", fail)
+        ending = cli(*mode, "method=none", "tracking=none")
+    full = "error: the .hydra directory of the run cannot be written (No space left on device); make room, or set"
+    assert ending.status == 2 and ending.err.startswith(full) and "Traceback" not in ending.err
+    cli.on_job = fail
+    if not mode:
+        with pytest.raises(OSError, match="No space left"):  # a job's own is a bug: it tells what it cannot write
+            cli("method=none", "tracking=none")
 
 
 @pytest.mark.parametrize("argv", [("hydra.run.dir=taken/x",), ("-m", "hydra.sweep.dir=taken", "seed=0,1")])
