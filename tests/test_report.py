@@ -205,6 +205,16 @@ def test_one_category_needs_no_table() -> None:
     assert "category" not in shown(summary(num_categories=1))
 
 
+def test_control_characters_of_a_workload_do_not_reach_the_terminal() -> None:
+    """A category may hold any text, and so may a field's name, which a note tells."""
+    numbers = summary()
+    named = dict(zip(["a\x1b[2Jb\r", "\u6570\u5b66"], numbers["categories"].values(), strict=True))
+    text = shown({**numbers, "categories": named, "notes": ["no run reads: x\x9b1m"]})
+    told = told_as_point(numbers, notes=["no run reads: x\x9b1m"])
+    assert r"a\x1b[2Jb\r " in text and "\u6570\u5b66" in text and r"no run reads: x\x9b1m" in text
+    assert any(r"no run reads: x\x9b1m" in line for line in told)
+
+
 def test_long_drafts_do_not_flood_the_screen() -> None:
     rates = [0.5] * 40
     text = shown({**summary(), "acceptance_per_position": rates, "conditional_acceptance_per_position": rates})

@@ -28,6 +28,7 @@ from runner.report.text import (
     number,
     numbers_of,
     percent,
+    printable,
     ranged,
     shares_of_steps,
     speedup_style,
@@ -82,7 +83,7 @@ def print_point(
     console = console or open_wide_console()
     console.print(_line(summary), soft_wrap=True)
     for note in notes:
-        console.print(Text("note: ", "bold yellow") + Text(note), soft_wrap=True)
+        console.print(Text("note: ", "bold yellow") + Text(printable(note)), soft_wrap=True)
     console.print(Text("files ", "dim") + Text(str(directory)), soft_wrap=True)
 
 
@@ -195,7 +196,7 @@ def _categories(categories: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in categories.items():
         table.add_row(
-            Text(name),
+            Text(printable(name)),
             number(row["num_requests"]),
             percent(row["acceptance_rate"]),
             number(row["mean_acceptance_length"], "{:.2f}"),
@@ -206,5 +207,5 @@ def _categories(categories: Mapping[str, Any]) -> Table:
 
 def _note(note: str) -> Table:
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(Text("note:", style="bold yellow"), Text(note, overflow="fold"))
+    grid.add_row(Text("note:", style="bold yellow"), Text(printable(note), overflow="fold"))
     return grid

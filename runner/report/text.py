@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def number(value: float | None, pattern: str = "{:,}") -> str:
     return "-" if value is None else pattern.format(value)
+
+
+def printable(text: str) -> str:
+    """A user's text with its control characters as escapes: a terminal would act on them."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def shares_of_steps(steps: Mapping[Any, int]) -> str:
