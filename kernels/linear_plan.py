@@ -75,8 +75,10 @@ def plan_linear(
     grows_late = of_experts or (number_bits or row_bits) < row_bits
     is_wide = has_tensor_cores and not is_crowded and num_rows > (LATE_WIDE_ROWS if grows_late else WIDE_ROWS)
     features = FEATURES * (1 + is_wide)
-    has_room = has_tensor_cores and not is_crowded and (is_wide or not is_long)
-    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), 128 if has_room else 64)
+    most_tokens = 128 if has_tensor_cores and not is_crowded and (is_wide or not is_long) else 64
+    if gated and is_quantized and not has_tensor_cores:  # factors in float32, of two weights
+        most_tokens = 32 if group_size is None else 16
+    tokens = min(max(1 << (num_rows - 1).bit_length(), 16), most_tokens)
     is_widest = is_wide and not grows_late and num_rows <= MOST_TOKENS
     if is_widest:
         tokens, features = MOST_TOKENS, FEATURES if gated else features

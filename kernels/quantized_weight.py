@@ -30,7 +30,7 @@ ZERO = 8  # of an int4 whose weight states none
 FP4_GROUP = 16  # inputs of an fp4 that share a scale of 8 bits; of MXFP4 twice as many share equal ones
 FP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # by their codes
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-ROWS_AT_ONCE = 4096  # that are quantized, in float32
+ROWS_AT_ONCE = 4096  # that are quantized, in float32, or put into words
 LARGEST: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # numbers of those that any weight can be held in
 
 
@@ -94,17 +94,24 @@ class QuantizedWeight:
         return codes_side_by_side(self.numbers) if self.has_codes else self.numbers
 
     def hold(self, spread: Tensor) -> None:
-        """Have these numbers, or codes, on its device, in place of its own, which are as many."""
-        if self.is_in_words:
-            self.numbers.copy_(words.in_words(spread, self.kind))
-        else:
-            self.numbers.copy_(spread[:, ::2] | spread[:, 1::2] << 4 if self.has_codes else spread)
+        """Have these numbers, or codes, in place of its own, which are as many."""
+        for start in range(0, len(spread), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            some = spread[rows].to(self.device)  # which is quick at what follows
+            if self.is_in_words:
+                some = words.in_words(some, self.kind)
+            elif self.has_codes:
+                some = some[:, ::2] | some[:, 1::2] << 4
+            self.numbers[rows].copy_(some)
 
     def in_words(self) -> QuantizedWeight:
         """The same weight as kernels of a GPU read it."""
         if self.is_in_words:
             return self
-        return replace(self, numbers=words.in_words(self.spread(), self.kind), is_in_words=True)
+        numbers = empty_numbers(self.kind, *self.shape, in_words=True, device=self.device)
+        found = replace(self, numbers=numbers, is_in_words=True)
+        found.hold(self.spread())
+        return found
 
     def in_8_bits(self) -> QuantizedWeight:
         """The same numbers, not in words: of codes what they stand for."""
@@ -127,11 +134,14 @@ class QuantizedWeight:
         return self.exact().to(self.dtype)
 
 
-def empty_numbers(kind: Kind, out_features: int, in_features: int, *, in_words: bool) -> Tensor:
-    """As QuantizedWeight.numbers has them, on the default device."""
+def empty_numbers(
+    kind: Kind, out_features: int, in_features: int, *, in_words: bool, device: torch.device | None = None
+) -> Tensor:
+    """As QuantizedWeight.numbers has them. device: None for the default."""
     if in_words:
-        return torch.empty(out_features, words.num_words(kind, in_features), dtype=torch.int32)
-    return torch.empty(out_features, in_features // 2 if kind in CODES else in_features, dtype=DTYPES[kind])
+        return torch.empty(out_features, words.num_words(kind, in_features), dtype=torch.int32, device=device)
+    columns = in_features // 2 if kind in CODES else in_features
+    return torch.empty(out_features, columns, dtype=DTYPES[kind], device=device)
 
 
 def numbers_of(codes: Tensor, kind: Kind, zeros: Tensor | None, group_size: int) -> Tensor:

@@ -9,7 +9,7 @@ that it holds what code that was written on a CPU gets wrong without noticing:
 - what waits for the device, and every copy between it and the host, is an error while capturing, and on request
   (torch.cuda.set_sync_debug_mode) at any time;
 - kernels are not compiled while capturing: every variant that Triton would compile has been launched before;
-- memory that nobody wrote holds NaN or absurd numbers, that of all graphs again at every replay of one of them;
+- memory that nobody wrote holds NaN or absurd numbers, that of a pool's graphs again at every replay of one of them;
 - a graph whose inputs are gone fails, instead of reading what took their place;
 - a copy to the host is there when its event has been waited for, and not before.
 

@@ -220,6 +220,25 @@ def test_stacks_of_experts_in_8_bits_are_what_each_of_them_holds(family: str, ro
             assert isinstance(own, QuantizedWeight) and torch.equal(unpack(own), unpack(like))
 
 
+@holds_8_bits
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gpu_holds_the_same_numbers_in_words(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize_checkpoint(checkpoint, LAYOUTS[name])
+    on_cpu = load(ModelSource(model=str(checkpoint)))
+    monkeypatch.setattr(backend, "interprets_kernels", True)
+    on_gpu = load(ModelSource(model=str(checkpoint)))
+    assert isinstance(on_cpu.model, Decoder) and isinstance(on_gpu.model, Decoder) and on_gpu.held == on_cpu.held
+    held = [{name: t.quantized for name, t in own.model.weight_targets().items()} for own in (on_cpu, on_gpu)]
+    assert any(weight is not None for weight in held[0].values()) == (on_cpu.held is not None)
+    for target, weight in held[0].items():
+        found = held[1][target]
+        assert (weight is None) == (found is None)
+        if weight is not None and found is not None:
+            expected = weight.in_words().tensors
+            assert found.is_in_words and not weight.is_in_words and found.tensors.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[part]) for part, tensor in found.tensors.items())
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_queries_and_keys_in_another_order_are_expanded_with_their_values(name: str, tmp_path: Path) -> None:
     """ERNIE's, whose neighbours turn together; all other matrices are held as their checkpoint holds them."""

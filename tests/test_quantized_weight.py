@@ -91,9 +91,11 @@ def test_a_number_is_the_nearest_to_its_weight(kind: Kind, values: list[float], 
 def test_many_outputs_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = randn(50, 16, dtype=torch.bfloat16)
     together = quantize(weight, "int8")
+    in_words = together.in_words().numbers
     monkeypatch.setattr(quantized_weight, "ROWS_AT_ONCE", 16)
     apart = quantize(weight, "int8")
     assert torch.equal(apart.numbers, together.numbers) and torch.equal(apart.scales, together.scales)
+    assert torch.equal(apart.in_words().numbers, in_words)
     assert torch.equal(apart.scales[:, 0], weight.float().abs().amax(dim=1) / 127)
 
 

@@ -128,7 +128,7 @@ def _copy_numbers(
     """A rank's part of a quantized matrix, which is cut along dim, as the target holds it; its numbers, for a look."""
     found = tensor.read()
     found = found if target.has_codes else found.in_8_bits(tensor.storage)
-    numbers = found.numbers[part].to(target.device)
+    numbers = found.numbers[part]
     target.hold(numbers)
 
     def own(groups: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -122,4 +122,4 @@ def record_cuda_graph(compute: Compute, inputs: Tensors, *, memory: GraphMemory)
     return Graph(inputs=held, outputs=outputs, replay=graph.replay, pool=pool)
 
 
-_one_at_a_time = Lock()  # captures of all threads: torch has one stream for them
+_one_at_a_time = RLock()  # captures of all threads: torch has one stream for them, and an error for one within another

@@ -94,7 +94,7 @@ def load_model(
         model=decoder,
         hf_config=config,
         max_model_len=length,
-        num_weight_bytes=num_bytes,
+        num_weight_bytes=sum(part.nbytes for part in decoder.parameters()),
         held=_how_held(decoder),
     )
 

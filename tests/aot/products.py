@@ -216,9 +216,10 @@ PRODUCTS = [
     ),
     *(
         linear_kernel(
-            1, 4096, 4096, gated=False, out="fp32", capability=90, held=held, group_size=group_size, rows="fp32"
+            num_rows, 4096, 4096, gated=gated, out="fp32", capability=90, held=held, group_size=group_size, rows="fp32"
         )
-        for held, group_size in (("fp4", None), ("int4", 128))
+        for held, group_size in (("fp4", None), ("int4", 128), ("fp8", None))
+        for num_rows, gated in ((1, False), (64, True))
     ),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="fp8"),
     linear_kernel(8, 14336, 4096, gated=True, out="bf16", capability=80, held="int8", group_size=128),
