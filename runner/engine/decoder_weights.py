@@ -84,8 +84,12 @@ def fill_randomly(decoder: Decoder) -> None:
 
 def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
     """All are as likely. Scales are of 16 bits, as published ones."""
-    octets = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
-    weight.hold(codes_side_by_side(octets.random_(0, 256, generator=generator)))
+    octets = weight.numbers
+    if weight.is_in_words:
+        octets = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
+    octets.random_(0, 256, generator=generator)
+    if weight.is_in_words:
+        weight.hold(codes_side_by_side(octets))
     if weight.block_scales is not None:
         weight.block_scales.random_(*SOME_BLOCK_SCALES, generator=generator)
     if weight.zeros is not None:
