@@ -160,6 +160,19 @@ def test_what_is_found_can_be_run() -> None:
     assert "method=none" in _advice(["method=ngram"], method_keys([(1, 64, 0)]))
 
 
+def test_what_is_found_replaces_what_was_said_with_a_plus_and_keeps_as_many_rates_as_tokens() -> None:
+    """Four rates beside two tokens were printed, and refused when they were run."""
+    tuned = ["method=ngram", "++method.num_speculative_tokens=4", "++method.disable_by_batch_size=null"]
+    tuned += ["method.rejection_sample_method=synthetic", "method.synthetic_acceptance_rates=[0.9,0.5,0.3,1e-05]"]
+    with Composer() as composer:
+        rates = composer.config(tuned).method.synthetic_acceptance_rates
+        line = _advice(tuned, method_keys([(1, 64, 3)], rates))
+        assert line.count("num_speculative_tokens") == line.count("synthetic_acceptance_rates") == 1
+        method = composer.config(shlex.split(line)[5:]).method
+    assert (method.num_speculative_tokens, method.synthetic_acceptance_rates) == (3, (0.9, 0.5, 0.3))
+    assert "disable_by_batch_size" not in line
+
+
 def test_every_pass_begins_with_what_the_proposer_knew_when_it_was_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

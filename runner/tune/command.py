@@ -187,7 +187,8 @@ def _report(
     config, engine = llm.config, llm.engine
     keeps_tokens = kept_by_rule(config, items) == "tokens"
     share = max(grid.core_wait_shares, default=None)
-    keys = method_keys(load_table({s: grid.best(s) for s in grid.batch_sizes}, config.hardware.max_num_seqs))
+    table = load_table({size: grid.best(size) for size in grid.batch_sizes}, config.hardware.max_num_seqs)
+    keys = method_keys(table, config.method.synthetic_acceptance_rates)
     result = {
         "method": config.method.method,
         "lossless": kept_by_run(config, engine, items),
@@ -237,7 +238,8 @@ def _print_result(grid: Grid, result: dict[str, Any], title: str, *, max_num_seq
 def _advice(overrides: Sequence[str], keys: dict[str, Any]) -> str:
     if keys["num_speculative_tokens"] == 0:
         return "no number of speculative tokens pays at these batch sizes: method=none"
-    kept = [each for each in overrides if not each.startswith("method.num_speculative_tokens")]
+    replaced = {f"method.{key}" for key in (*TUNED, *keys)}
+    kept = [each for each in overrides if each.lstrip("+~").partition("=")[0] not in replaced]
     found = [f"method.{key}={value}".replace(" ", "") for key, value in keys.items()]
     return use_it([*kept, *found])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 Range = tuple[int, int, int]  # start, end, speculative tokens
 
@@ -24,9 +24,16 @@ def load_table(best: Mapping[int, int], max_num_seqs: int) -> list[Range]:
     return [(starts[index], end, counts[index]) for index, end in zip(changes, ends, strict=True)]
 
 
-def method_keys(table: list[Range]) -> dict[str, object]:
-    """What the method is to be told: without a table where one number suits every load."""
+def method_keys(table: list[Range], synthetic_rates: Sequence[float] | None = None) -> dict[str, object]:
+    """What the method is to be told: without a table where one number suits every load.
+
+    Args:
+        synthetic_rates: of the most tokens that were tried; a method has as many of them as it has tokens.
+    """
     most = max(count for _, _, count in table)
-    if len(table) == 1:
-        return {"num_speculative_tokens": most}
-    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": [list(entry) for entry in table]}
+    keys: dict[str, object] = {"num_speculative_tokens": most}
+    if len(table) > 1:
+        keys["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in table]
+    if synthetic_rates is not None:
+        keys["synthetic_acceptance_rates"] = list(synthetic_rates[:most])
+    return keys
