@@ -6,6 +6,8 @@ from typing import Any
 
 from runner.config import ModelConfig
 from runner.engine.checkpoint import ModelSource, resolve_directory
+from runner.engine.errors import UserError
+from runner.engine.json_object import require_json
 from runner.engine.loader import LoadedModel
 from runner.prompts import Tokenizer
 from runner.tiny import BUILT_IN_MODELS
@@ -44,18 +46,25 @@ def own_tokenizer(source: ModelSource, name: str | None = None) -> Tokenizer:
 
 
 def find_eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's eos tokens, else config.json's, else the tokenizer's; those the model can say."""
-    from transformers import GenerationConfig
+    """generation_config.json's eos tokens, else config.json's, else the tokenizer's; those the model can say.
 
+    Raises:
+        UserError: they are no token ids.
+    """
     found: Any = None
     if not (source.is_dummy and source.hf_config is not None):
-        directory = resolve_directory(source, weights=False)
-        if (directory / "generation_config.json").is_file():
-            found = GenerationConfig.from_pretrained(directory).eos_token_id
+        file = resolve_directory(source, weights=False) / "generation_config.json"
+        if file.is_file():
+            found = require_json(file, source.name).get("eos_token_id")
     if found is None:
         found = getattr(info.hf_config, "eos_token_id", None)
     if found is None:
         found = tokenizer.eos_token_id
     listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    if not all(type(token_id) is int for token_id in listed):
+        raise UserError(
+            f"{source.name}={source.model}: its eos_token_id must be a token id or a list of them, got "
+            f"{str(found)[:60]}; mend its generation_config.json or config.json, or download them again"
+        )
     # Some configurations name an id that the head has no row for, or -1 for none.
-    return tuple(int(token_id) for token_id in listed if 0 <= token_id < info.model.vocab_size)
+    return tuple(token_id for token_id in listed if 0 <= token_id < info.model.vocab_size)

@@ -39,7 +39,7 @@ class Tokenizer:
 
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # tokenizers has no kind of its own, and transformers any over broken JSON
                 reason = " ".join(str(error).split())
                 raise UserError(
                     f"{name}: no tokenizer can be read from {directory} ({reason}); set {name}=<directory or hub id>"
@@ -111,7 +111,8 @@ class Tokenizer:
 
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError) as error:  # templates refuse roles and orders, and stumble over what lacks
+        # Templates refuse roles and orders, and stumble over what lacks; of several with names perhaps none is meant.
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
                 f"chat messages must be such as the tokenizer's chat template takes ({error}), got "
                 f"{str(messages)[:120]}; mend them, or pass the text itself"

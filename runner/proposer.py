@@ -114,7 +114,7 @@ def _numbered_tokens(file: Path, name: str) -> Any:
     """The vocabulary of a tokenizer.json; name: the option to name in errors."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(
             f"{name}: {file} must hold a JSON object with model.vocab, and cannot be read as one "
             f"({type(error).__name__}: {error}); download it again"

@@ -130,6 +130,14 @@ def test_files_speak_louder_than_the_directorys_name(tmp_path: Path) -> None:
     assert parse_method({"model": checkpoint(tmp_path / "eagle3", DFLASH)})[0].method == "dflash"
 
 
+def test_a_link_to_no_weights_says_nothing_and_is_left_to_the_loader(tmp_path: Path) -> None:
+    """An interrupted download leaves such links: it was a traceback."""
+    model = checkpoint(tmp_path / "here", LLAMA, "fc.weight")
+    (tmp_path / "here" / "model.safetensors").unlink()
+    (tmp_path / "here" / "model.safetensors").symlink_to("nowhere")
+    assert parse_method({"model": model})[0].method == "draft_model"
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [

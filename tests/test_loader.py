@@ -124,6 +124,7 @@ def test_a_download_takes_safetensors_and_no_pickle_and_code_only_when_trusted(
     [
         ('{"model_type": "llama",', "not a valid JSON file"),
         ("", "not a valid JSON file"),
+        ("[" * 100_000, "recursion"),
         ("{}", "model_type"),
         ('{"model_type": "llama", "hidden_size": "big"}', "expected int, got str (value: 'big')"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "not a multiple"),
@@ -317,13 +318,39 @@ def test_a_missing_shard_is_named(model_type: str, checkpoint: Callable[..., Pat
     directory = checkpoint(model_type, max_shard_size="10KB")
     shard = sorted(directory.glob("*.safetensors"))[1]
     shard.unlink()
-    assert f"{directory} lacks {shard.name}; download the checkpoint again" in refusal(directory)
+    assert f"{directory} has no file {shard.name}; download the checkpoint again" in refusal(directory)
 
 
-def test_a_broken_index_is_named(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint("llama", max_shard_size="10KB")
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": ')
-    assert "is not a safetensors index" in refusal(directory)
+@BOTH_PATHS
+@pytest.mark.parametrize("what", ["a link to nothing", "a directory"])
+def test_a_name_of_weights_with_no_file_behind_it_is_named(
+    what: str, model_type: str, checkpoint: Callable[..., Path]
+) -> None:
+    """An interrupted download leaves links to nothing: each was a traceback."""
+    file = checkpoint(model_type) / "model.safetensors"
+    file.unlink()
+    if what == "a directory":
+        file.mkdir()
+    else:
+        file.symlink_to("nowhere")
+    assert f"{file.parent} has no file {file.name}; download the checkpoint again" in refusal(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ('{"weight_map": ', "must hold a JSON object (Expecting value: line 1"),
+        ("[1]", "must hold a JSON object (it holds a list)"),
+        ("[" * 100_000, "must hold a JSON object (it is nested too deep)"),
+        ("{}", "must name the file of every tensor, got None"),
+        ('{"weight_map": {"a": 5}}', "must name the file of every tensor, got {'a': 5}"),
+    ],
+)
+def test_a_broken_index_is_named(index: str, reason: str, checkpoint: Callable[..., Path]) -> None:
+    file = checkpoint("llama", max_shard_size="10KB") / "model.safetensors.index.json"
+    file.write_text(index)
+    message = refusal(file.parent)
+    assert message.startswith(f"model.model: {file} ") and reason in message and message.endswith("download it again")
 
 
 def test_the_makers_own_copy_beside_the_checkpoint_is_not_read(checkpoint: Callable[..., Path]) -> None:

@@ -22,7 +22,7 @@ def tensor_names(directory: Path) -> set[str]:
     weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
     if isinstance(weight_map, Mapping):
         return set(map(str, weight_map))
-    files = sorted(directory.glob("*.safetensors"))
+    files = [file for file in sorted(directory.glob("*.safetensors")) if file.is_file()]  # or a link to nothing
     return {name for file in files for name in _header(file)} or _strings(directory / "pytorch_model.bin")
 
 

@@ -6,7 +6,6 @@ of a checkpoint unless trust_remote_code is set.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,10 @@ import torch
 
 from kernels.quantized_weight import FLOAT8
 from kernels.words import Kind
+from runner.engine.architecture import are_names
 from runner.engine.decoder_names import decoder_tensors
-from runner.engine.errors import UserError
-from runner.engine.json_object import read_json
+from runner.engine.errors import UserError, first_of
+from runner.engine.json_object import read_json, require_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
 from runner.engine.packed_tensors import unpack_tensors
 from runner.engine.quantization import read_scheme
@@ -143,7 +143,8 @@ def unreadable_config() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     of_lookups = (KeyError, IndexError, AttributeError)
-    return (ValueError, TypeError, OSError, ZeroDivisionError, NotImplementedError, *of_lookups, StrictDataclassError)
+    others = (ValueError, TypeError, OSError, ZeroDivisionError, NotImplementedError, RecursionError)
+    return (*others, *of_lookups, StrictDataclassError)
 
 
 def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | None:
@@ -151,11 +152,8 @@ def _unread_family(file: Path, source: ModelSource, error: Exception) -> str | N
     from transformers import CONFIG_MAPPING
     from transformers import __version__ as version
 
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        family, code = values.get("model_type"), (values.get("auto_map") or {}).get("AutoConfig")
-    except (ValueError, AttributeError):  # no JSON, or no object
-        return None
+    values = read_json(file)
+    family, code = values.get("model_type"), (_mapping(values.get("auto_map")) or {}).get("AutoConfig")
     if not isinstance(family, str | None):
         return f"must have a model_type that is a name, got {family!r}; mend it or download the checkpoint again"
     if code is not None and not source.trust_remote_code:
@@ -207,26 +205,31 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
     directory = resolve_directory(source)
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"{source.name}: {index} is not a safetensors index ({error}); download it again"
-            ) from error
-        files = [directory / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise UserError(f"{source.name}: {directory} lacks {', '.join(missing)}; download the checkpoint again")
-        return files
-    files = [directory / "model.safetensors"]
-    if not files[0].is_file():
+        files = [directory / name for name in _shards_of(index, source)]
+    elif (file := directory / "model.safetensors").is_file():
+        files = [file]
+    else:
         files = sorted(directory.glob("*.safetensors"))
+    # A directory may have the name, and an interrupted download leaves a link to nothing.
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{source.name}: {directory} has no file {first_of(missing)}; download the checkpoint again")
     if not files:
         raise UserError(
             f"{source.name}: {directory} holds no *.safetensors file; convert the checkpoint with "
             "`save_pretrained(safe_serialization=True)` (pickled weights are not loaded)"
         )
     return files
+
+
+def _shards_of(index: Path, source: ModelSource) -> list[str]:
+    weight_map = require_json(index, source.name).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not are_names(names):
+        raise UserError(
+            f"{source.name}: {index} is not a safetensors index: its weight_map must name the file of every tensor, "
+            f"got {str(weight_map)[:60]}; download it again"
+        )
+    return sorted(set(names))
 
 
 def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
@@ -264,7 +267,7 @@ def _slices(source: ModelSource) -> dict[str, Any]:
                     if name in slices:
                         raise UserError(f"{source.name}: {file} holds {name} once more; download the checkpoint again")
                     slices[name] = handle.get_slice(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise UserError(f"{source.name}: {file} is corrupt ({error}); download it again") from error
     return slices
 

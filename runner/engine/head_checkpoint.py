@@ -6,7 +6,6 @@ with weights_only, so they can hold tensors and plain values, and run nothing. F
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from runner.engine.checkpoint import (
 )
 from runner.engine.errors import UserError, first_of
 from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
+from runner.engine.json_object import require_json
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
 
@@ -57,13 +57,7 @@ def _read_values(source: ModelSource) -> dict[str, Any]:
         raise UserError(
             f"{source.name} must hold a config.json, got {directory}, which has none; point to the head's directory"
         )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{source.name}: {file} is no JSON ({error}); download the head again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{source.name}: {file} must hold a JSON object; download the head again")
-    return values
+    return require_json(file, source.name)
 
 
 def _require_kinds(values: Mapping[str, Any], source: ModelSource) -> None:
