@@ -55,7 +55,7 @@ def _read_line(line: bytes, place: str, tokenizer: Tokenizer, vocab_size: int) -
     line, place = line.strip(), f"{KEY}: {place}"
     try:
         row: Any = json.loads(line)
-    except ValueError as error:  # bytes that are no UTF-8, or text that is no JSON
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, no JSON, or nested too deep
         text = line[:60].decode(errors="replace")
         raise UserError(f"{place} must be a JSON object, got {text!r} ({error}); mend or remove that line") from error
     if not isinstance(row, Mapping):
@@ -73,7 +73,10 @@ def _read_line(line: bytes, place: str, tokenizer: Tokenizer, vocab_size: int) -
         return token_ids
     for field in TEXT_FIELDS:
         if isinstance(row.get(field), str):
-            return tokenizer.encode_response(row[field])
+            try:
+                return tokenizer.encode_response(row[field])
+            except UserError as error:  # half of a surrogate pair, or no tokenizer
+                raise UserError(f"{place}: {error}") from error
     raise UserError(
         f"{place} must have token_ids, or a string {' or '.join(TEXT_FIELDS)}; it has {', '.join(row) or 'no field'}"
     )

@@ -273,13 +273,14 @@ def test_a_corpus_may_hold_text_under_either_name(tmp_path: Path) -> None:
 
 CORPUS_ERRORS: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", r"\.suffix_decoding_corpus: .*corpus\.jsonl:2 must be a JSON object, got .*; mend or remove"),
+    "nested too deep": ("[" * 100_000, r"corpus\.jsonl:2 must be a JSON object, got '\[.*\(.*recursion.*\); mend"),
     "a list": ([1, 2], r"corpus\.jsonl:2 must be a JSON object, got a list"),
     "no response": ({"prompt": "x"}, r"corpus\.jsonl:2 must have token_ids, or a string text or .*; it has prompt"),
     "an id of another vocabulary": (
         {"token_ids": [3, 64]}, r"corpus\.jsonl:2: token_ids must lie in \[0, 63\], .*got 64; give .* or their text",
     ),
     "ids as text": ({"token_ids": "1 2"}, r"corpus\.jsonl:2: token_ids must be a list of token ids, got '1 2'"),
-    "text without a tokenizer": ({"text": "x"}, r"needs a tokenizer; give its token_ids, or set model\.tokenizer"),
+    "text without a tokenizer": ({"text": "x"}, r"corpus\.jsonl:2: .* needs a tokenizer; .*, or set model\.tokenizer"),
 }  # fmt: skip
 
 
@@ -289,6 +290,14 @@ def test_a_line_of_a_corpus_that_cannot_be_used_is_named(tmp_path: Path, case: s
     corpus = write_lines(tmp_path / "corpus.jsonl", {"token_ids": [1]}, row)
     with pytest.raises(UserError, match=message):
         list(Responses(Path(corpus), Tokenizer(None), 64))
+
+
+def test_half_a_surrogate_pair_in_a_corpus_is_refused_with_its_line(tmp_path: Path) -> None:
+    """The message showed the text, and not where it stands among thousands."""
+    corpus = write_lines(tmp_path / "corpus.jsonl", {"text": "def f():"}, {"text": "\ud800."})
+    message = r"\.suffix_decoding_corpus: .*corpus\.jsonl:2: a text must be one that UTF-8 can hold, got '\\ud800\.'"
+    with pytest.raises(UserError, match=message):
+        list(Responses(Path(corpus), Tokenizer(TARGET_DIR), 4096))
 
 
 def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
