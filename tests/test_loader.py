@@ -278,6 +278,18 @@ def test_a_tensor_with_a_number_that_is_none_is_named(
 
 
 @BOTH_PATHS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_weight_of_other_numbers_is_named(
+    dtype: torch.dtype, model_type: str, checkpoint: Callable[..., Path]
+) -> None:
+    """They were taken for the weights, without what follows the point."""
+    directory = checkpoint(model_type)
+    name = "model.layers.1.input_layernorm.weight"
+    edit_tensors(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert f"{name} must hold weights, got " in refusal(directory)
+
+
+@BOTH_PATHS
 def test_a_tensor_of_another_shape_is_named(model_type: str, checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint(model_type)
     name = "model.layers.1.self_attn.k_proj.weight"

@@ -172,7 +172,7 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     if module.arch is not None:
         found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
         found = in_our_order(found, module.arch.head_orders)
-    tensors = {plain: tensor[:] for name, tensor in found if belongs(plain := _plain(name, module))}
+    tensors = {plain: tensor[...] for name, tensor in found if belongs(plain := _plain(name, module))}
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]
     return MtpTensors(
         layout=layout,

@@ -86,7 +86,7 @@ def split_fused(tensors: Iterable[tuple[str, Any]], fused: Mapping[str, Fused]) 
     for name, tensor in tensors:
         module, _, kind = name.rpartition(".")
         found = next((own for own in fused if module.endswith(f".{own}")), None)
-        if found is None or fused[found].num_rows != tensor.get_shape()[0]:
+        if found is None or [fused[found].num_rows] != tensor.get_shape()[:1]:
             yield name, tensor
             continue
         if fused[found].is_repeated:

@@ -6,7 +6,6 @@ with weights_only, so they can hold tensors and plain values, and run nothing. F
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
     directory = resolve_directory(source, pickles=PICKLES)
     pickled = [directory / name for name in PICKLES if (directory / name).is_file()]
     if any(directory.glob("*.safetensors")) or not pickled:
-        return {name: tensor[:] for name, tensor in read_tensors(source)}
+        return _require_dense({name: tensor[...] for name, tensor in read_tensors(source)}, source)
     tensors: dict[str, torch.Tensor] = {}
     for file in pickled:
         tensors |= _unpickle(file, source)
@@ -173,7 +172,7 @@ def fill_head(
     """Copy tensors into their places, every one of them; random weights when load_format is dummy.
 
     Raises:
-        UserError: missing or surplus tensors, or one of another shape; all of them in one message.
+        UserError: missing or surplus tensors, or one of another shape or kind; all of them in one message.
     """
     origins = repeated or {}
     own = {name: target for name, target in targets.items() if name not in origins}
@@ -190,6 +189,11 @@ def fill_head(
             for name, target in sorted(own.items())
             if name in tensors and tensors[name].shape != target.view.shape
         ],
+        "of another kind": [
+            f"{name} {str(tensors[name].dtype)[6:]} for {str(target.view.dtype)[6:]}"
+            for name, target in sorted(own.items())
+            if name in tensors and not _converts(tensors[name].dtype, target.view.dtype)
+        ],
     }
     found = [f"{what}: {first_of(names)}" for what, names in problems.items() if names]
     if found:
@@ -200,6 +204,11 @@ def fill_head(
     for name, target in targets.items():
         target.fill(tensors[origins.get(name, name)])
         require_finite(target.view, name, source)
+
+
+def _converts(stored: torch.dtype, held: torch.dtype) -> bool:
+    """Whether its numbers may be held as such: weights are no whole numbers, and nothing of a head is complex."""
+    return not stored.is_complex and (stored.is_floating_point or not held.is_floating_point)
 
 
 def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
@@ -218,20 +227,32 @@ def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
 def _unpickle(file: Path, source: ModelSource) -> dict[str, torch.Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        tensors = dict(_flatten(loaded)) if isinstance(loaded, Mapping) else {}
+    except Exception as error:  # torch raises any over garbage, and mappings may be within themselves
         raise UserError(
             f"{source.name}: {file} is corrupt or holds more than tensors ({' '.join(str(error).split())[:200]}); "
             "download it again"
         ) from error
-    tensors = dict(_flatten(loaded)) if isinstance(loaded, Mapping) else {}
     if not tensors:
         raise UserError(f"{source.name}: {file} must hold tensors by their names; download it again")
+    return _require_dense(tensors, source)
+
+
+def _require_dense(tensors: dict[str, torch.Tensor], source: ModelSource) -> dict[str, torch.Tensor]:
+    """The tensors; raises UserError where one cannot be copied into a head's weights, or is a number without a size."""
+    for name, tensor in tensors.items():
+        is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        if not is_dense or tensor.ndim == 0:
+            got = "a single number" if is_dense else "a sparse, nested or quantized one, or one without its numbers"
+            raise UserError(
+                f"{source.name}={source.model}: {name} must be a dense tensor, got {got}; download it again"
+            )
     return tensors
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", value.detach()
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")

@@ -31,7 +31,7 @@ def reordered(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
 def order_of(name: str, num_rows: int, orders: Mapping[str, list[int]]) -> list[int] | None:
     """As in_our_order reorders a tensor; None: it stays as it is, or is of another shape and refused later, by name."""
     order = next((own for ending, own in orders.items() if name.endswith(f".{ending}")), None)
-    return None if order is None or num_rows % len(order) else order
+    return None if order is None or num_rows == 0 or num_rows % len(order) else order
 
 
 def in_our_order(tensors: Iterable[tuple[str, Any]], orders: Mapping[str, list[int]]) -> Iterator[tuple[str, Any]]:
@@ -40,5 +40,5 @@ def in_our_order(tensors: Iterable[tuple[str, Any]], orders: Mapping[str, list[i
     orders: of a head, by names within a layer (Architecture.head_orders).
     """
     for name, tensor in tensors:
-        order = order_of(name, tensor.get_shape()[0], orders)
+        order = order_of(name, next(iter(tensor.get_shape()), 0), orders)
         yield name, tensor if order is None else ReorderedHeads(tensor=tensor, order=order)

@@ -25,6 +25,7 @@ LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is
 SMALLEST_BLOCK_SCALE = 2.0**-24  # float16 holds whole numbers of these
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types of quantized weights, as safetensors calls them; and of packed:
 WORDS = "I32"
+DENSE = ("F64", "F32", "F16", "BF16")  # of weights that are what they seem
 AGAIN = "download the checkpoint again"
 
 
@@ -87,7 +88,7 @@ class QuantizedTensor:
 
 def require_plain(tensor: Any, name: str, of: str) -> Any:
     """The slice; raises UserError where its numbers cannot be the weights themselves."""
-    if name.endswith((".weight", "_proj")) and tensor.get_dtype() in EIGHT_BITS:  # _proj: of all experts
+    if name.endswith((".weight", "_proj")) and tensor.get_dtype() not in DENSE:  # _proj: of all experts
         raise UserError(
             f"{of}: {name} must hold weights, got {tensor.get_dtype()} without the scales and the quantization_config "
             f"that would say what they are; {AGAIN}"
