@@ -460,15 +460,22 @@ def test_a_config_that_is_not_this_targets_dflash_is_one_message(
     assert "; " in str(caught.value)
 
 
-@pytest.mark.parametrize("added", [{"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}])
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ({"partial_rotary_factor": 0.5}, "0.5"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "0.5"),
+        ({"partial_rotary_factor": [0.5]}, "[0.5]"),  # a traceback, though nothing reads it
+    ],
+)
 def test_a_part_of_heads_to_turn_is_told_not_to_be_read(
-    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, added: dict[str, Any]
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, added: dict[str, Any], told: str
 ) -> None:
     config, head = LAYOUTS["z-lab"]
     read(target, save_head(tmp_path / "plain", config, head))
     assert "partial_rotary_factor" not in caplog.text
     read(target, save_head(tmp_path / "head", {**config, **added}, head))
-    assert "partial_rotary_factor=0.5 is not read" in caplog.text
+    assert f"partial_rotary_factor={told} is not read" in caplog.text
 
 
 @pytest.mark.parametrize(

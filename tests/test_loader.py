@@ -138,6 +138,14 @@ def test_a_bad_config_is_named_with_the_reason(config: str, reason: str, tmp_pat
     assert message.endswith("mend it or download the checkpoint again")
 
 
+def test_a_number_that_64_bits_do_not_hold_is_one_message(checkpoint: Callable[..., Path]) -> None:
+    """transformers takes it, and torch overflows where it computes with it."""
+    file = checkpoint("llama") / "config.json"
+    edit_json(file, rope_theta=10**30)
+    reason = "it holds 10000000000000000000..., which 64 bits do not"
+    assert refusal(file.parent) == f"model.model: {file} must hold a JSON object ({reason}); download it again"
+
+
 CODE_OF_ITS_OWN = '{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MyConfig"}}'
 
 

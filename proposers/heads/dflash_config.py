@@ -169,7 +169,7 @@ def read_dflash_config(
 def _warn_of_partial_turns(source: ModelSource, layer_values: Mapping[str, Any]) -> None:
     ropes = (layer_values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     shares = [part.get("partial_rotary_factor") for part in (layer_values, *ropes)]
-    for share in dict.fromkeys(share for share in shares if share not in (None, 1.0)):
+    for share in dict.fromkeys(str(share) for share in shares if share not in (None, 1.0)):
         logger.warning(
             "%s=%s: partial_rotary_factor=%s is not read, as Qwen3's layers in transformers do not; vLLM turns such a "
             "part of its heads, so guesses differ",

@@ -19,7 +19,7 @@ from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
 from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
-from runner.engine.memory import model_remedy, require_memory
+from runner.engine.memory import making_weights, model_remedy, require_memory
 from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
@@ -74,7 +74,7 @@ def load_model(
     arch = _with_head_of(source, _with_router_of(source, arch), dtype)
     logger.info("%s: %s runs on our own decoder", source.model, arch.family)
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
-    with torch.device("meta"), _naming(source):
+    with torch.device("meta"), _naming(source), making_weights(f"{source.name}={source.model}"):
         product_names = shape().product_names
     quantization = _find_quantization(product_names, arch, source, device)
     with torch.device("meta"), _naming(source):

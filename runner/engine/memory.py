@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,6 +53,25 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str) ->
     available = available_memory(device)
     if needed > available:
         raise UserError(f"{what} needs {as_size(needed)} on {device}, available are {as_size(available)}; {remedy}")
+
+
+@contextmanager
+def making_weights(what: str) -> Iterator[None]:
+    """Around weights that are made, empty, by the sizes in a config; what: whose they are, for the error.
+
+    Raises:
+        UserError: they are larger than memory, or than any tensor may be.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:  # torch's: of memory, or of a size that 64 bits do not hold
+        reason = str(error).splitlines()[0]
+        if "alloc" not in reason and "verflow" not in reason:
+            raise
+        raise UserError(
+            f"{what}: no weights of the sizes in its config.json can be made ({reason.removesuffix('.')}); mend it, or "
+            "choose a device with more memory"
+        ) from error
 
 
 def model_remedy(dtype: torch.dtype, first: str = "") -> str:
