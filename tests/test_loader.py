@@ -18,7 +18,7 @@ from runner.engine import memory
 from runner.engine.checkpoint import ModelSource, checkpoint_files, load_config, resolve_directory
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
-from runner.engine.rope import num_positions
+from runner.engine.rope import ONE_ROPE, HeadLayout, num_positions, rope_tables
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM
 from tests.edit_tensors import edit_tensors
@@ -232,6 +232,34 @@ def test_max_model_len_ends_where_the_rotations_do(family: str, rope: dict[str, 
     rule = f"must be <= {limit}, the max_position_embeddings of a-model{extended}, got {limit + 1}"
     assert refusal(source, max_model_len=limit + 1) == f"model.max_model_len {rule}; lower it or leave it out"
     assert num_positions(load_config(source)) == limit
+
+
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("rope", "wrong"),
+    [
+        (YARN, {"factor": "x"}),
+        (YARN, {"factor": float("nan")}),
+        (YARN, {"attention_factor": []}),
+        (LINEAR, {"factor": "x"}),
+        (LINEAR, {"factor": None}),
+        (LLAMA3, {"factor": [1]}),
+        (LONGROPE, {"factor": 2.0, "short_factor": [1.0] * 3}),
+    ],
+)
+def test_rotations_that_cannot_be_computed_are_one_message(rope: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """transformers takes a config with anything in them, and stumbles in the first pass."""
+    config = load_config(dummy_source(rope_parameters={**rope, **wrong}))
+    with pytest.raises(UserError) as caught:
+        num_positions(config)
+        rope_tables(config, ONE_ROPE, HeadLayout(head_dim=16, num_rotated=16, is_interleaved=False), 64)
+    message = str(caught.value)
+    assert message.startswith("rope_parameters of a llama checkpoint") and message.endswith("); mend its config")
+    assert "must be numbers that rotations can be computed by, got {" in message and "\n" not in message
+    assert len(message) < 500
 
 
 def test_a_key_of_yarn_that_transformers_does_not_read_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

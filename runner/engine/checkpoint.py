@@ -144,7 +144,7 @@ def unreadable_config() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     of_lookups = (KeyError, IndexError, AttributeError)
-    others = (ValueError, TypeError, OSError, ZeroDivisionError, NotImplementedError, RecursionError)
+    others = (ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RecursionError)
     return (*others, *of_lookups, StrictDataclassError)
 
 

@@ -8,7 +8,8 @@ Only frequencies that do not depend on the batch are allowed, or a request's tok
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from torch import nn
 from kernels.reference.rope import RopeTable
 from runner.engine.errors import UserError
 from runner.engine.families import FAMILIES
+from runner.engine.family import named
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,21 @@ def num_positions(config: Any) -> int | None:
     if stated is None or factor is None or kind not in ("yarn", "linear"):
         return stated
     before = parameters.get("original_max_position_embeddings") if kind == "yarn" else None
-    return max(stated, int((before or stated) * factor))
+    with _reading_parameters(config):
+        return max(stated, int((before or stated) * factor))
+
+
+@contextmanager
+def _reading_parameters(config: Any) -> Iterator[None]:
+    """Around what computes with rope_parameters, which transformers takes with anything in them."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(
+            f"rope_parameters of a {config.model_type} checkpoint{named(config)} must be numbers that rotations can "
+            f"be computed by, got {config.rope_parameters} ({type(error).__name__}: {reason}); mend its config"
+        ) from error
 
 
 def warn_of_unread_rope(config: Any, model: str) -> None:
@@ -185,10 +201,21 @@ def require_static_rope(config: Any) -> None:
 def rope_tables(
     config: Any, key: RopeKey | None, layout: HeadLayout, max_model_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, signed_sin), each [max_model_len, head_dim] float32; see kernels.reference.rope for the sign."""
+    """(cos, signed_sin), each [max_model_len, head_dim] float32; see kernels.reference.rope for the sign.
+
+    Raises:
+        UserError: rotations that are none of ours, or that cannot be computed by the config's numbers.
+    """
+    require_static_rope(config)
+    with _reading_parameters(config):
+        return _tables(config, key, layout, max_model_len)
+
+
+def _tables(
+    config: Any, key: RopeKey | None, layout: HeadLayout, max_model_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    require_static_rope(config)
     half, scaling = layout.head_dim // 2, 1.0
     if key is None:
         inv_freq = torch.zeros(0)
