@@ -135,7 +135,6 @@ def load_config(source: ModelSource) -> Any:
             f"cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
         )
         raise UserError(f"{source.name}: {file} {problem}") from error
-    require_json(file, source.name)  # transformers takes numbers of any length
     return text_config(config, None if source.is_dummy else lambda: _slices(source))
 
 

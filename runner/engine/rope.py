@@ -158,7 +158,7 @@ def _reading_parameters(config: Any) -> Iterator[None]:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"rope_parameters of a {config.model_type} checkpoint{named(config)} must be numbers that rotations can "
-            f"be computed by, got {config.rope_parameters} ({type(error).__name__}: {reason}); mend its config"
+            f"be computed by, got {str(config.rope_parameters)[:200]} ({type(error).__name__}: {reason}); mend its config"
         ) from error
 
 
