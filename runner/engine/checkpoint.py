@@ -6,6 +6,7 @@ of a checkpoint unless trust_remote_code is set.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,8 +211,8 @@ def checkpoint_files(source: ModelSource) -> list[Path]:
         files = [file]
     else:
         files = sorted(directory.glob("*.safetensors"))
-    # A directory may have the name, and an interrupted download leaves a link to nothing.
-    if missing := [file.name for file in files if not file.is_file()]:
+    # A directory may have the name, an interrupted download leaves a link to nothing, and an index names anything.
+    if missing := [file.name[:100] for file in files if not os.path.isfile(file)]:
         raise UserError(f"{source.name}: {directory} has no file {first_of(missing)}; download the checkpoint again")
     if not files:
         raise UserError(

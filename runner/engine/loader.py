@@ -83,7 +83,7 @@ def load_model(
     shard = shard or Shard()
     needed = shard.num_beside(device) * num_bytes
     require_memory(needed, device, f"{source.name}={source.model}", model_remedy(dtype, smaller))
-    with torch.device(device):
+    with torch.device(device), making_weights(f"{source.name}={source.model}"):
         decoder = shape(quantization=quantization)
     if source.is_dummy:
         fill_randomly(decoder)

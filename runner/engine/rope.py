@@ -155,10 +155,10 @@ def _reading_parameters(config: Any) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason, got = " ".join(str(error).split())[:120], str(config.rope_parameters)[:200]
         raise UserError(
             f"rope_parameters of a {config.model_type} checkpoint{named(config)} must be numbers that rotations can "
-            f"be computed by, got {str(config.rope_parameters)[:200]} ({type(error).__name__}: {reason}); mend its config"
+            f"be computed by, got {got} ({type(error).__name__}: {reason}); mend its config"
         ) from error
 
 
