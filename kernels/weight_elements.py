@@ -61,17 +61,17 @@ def numbers_in_pairs(first, second):
 def int8_as_factors(words, dtype: tl.constexpr):
     """[FEATURES, n] words -> [FEATURES, 4 n], exactly.
 
-    A number becomes the last bits of a float, which counts them in its smallest unit, and takes no conversion: they are
-    slow. That of a bfloat16 is so small that one of its numbers is too small to bring it to 1.
+    No conversion, which would be slow: as bits of a float the numbers from 0 to 255 count its smallest unit, 2**-133 of
+    a bfloat16 and 2**-24 of a float16. No such float is large enough to make it 1, so two products do.
     """
     pairs = numbers_in_pairs(words, words >> 8) & 0x00FF00FF
     if dtype == tl.float32:
         numbers = tl.join(pairs & 0xFF, pairs >> 16) | 0x4B000000
         factors = numbers.to(dtype, bitcast=True) - (8388608.0 + INT8_ZERO)
     else:
-        LARGE: tl.constexpr = 32768.0 if dtype == tl.float16 else 170141183460469231731687303715884105728.0
-        REST: tl.constexpr = 512.0 if dtype == tl.float16 else 64.0
-        factors = halves(pairs, dtype) * LARGE * REST - INT8_ZERO
+        LARGEST: tl.constexpr = 2.0**15 if dtype == tl.float16 else 2.0**127
+        REST: tl.constexpr = 2.0**9 if dtype == tl.float16 else 2.0**6
+        factors = halves(pairs, dtype) * LARGEST * REST - INT8_ZERO
     return tl.reshape(factors, (words.shape[0], 4 * words.shape[1]))
 
 
@@ -80,11 +80,12 @@ def fp8_as_factors(words, dtype: tl.constexpr):
     """[FEATURES, n] words -> [FEATURES, 4 n], exactly: bfloat16 whose exponents count from 120 further below, times
     what they lack, or such float16, from 8.
     """
+    # Masks of 32 bits that begin with a one are negative numbers: 0x87F087F0, 0x80F080F0, 0x80008000, 0xFFFF0000.
     second = (words << 4) & -0x7F0F7F10 | (words >> 4) & 0x07000700
     pairs = numbers_in_pairs(words & -0x780F7810, second)
-    MISSING: tl.constexpr = 1329227995784915872903807060280344576.0
+    MISSING: tl.constexpr = 2.0**120
     if dtype == tl.float16:
-        factors = halves(pairs & -0x7FFF8000 | (pairs & 0x07F007F0) << 3, dtype) * 256.0
+        factors = halves(pairs & -0x7FFF8000 | (pairs & 0x07F007F0) << 3, dtype) * 2.0**8
     elif dtype == tl.float32:
         factors = tl.join(pairs << 16, pairs & -0x10000).to(dtype, bitcast=True) * MISSING
     else:
