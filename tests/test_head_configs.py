@@ -138,6 +138,13 @@ def test_sizes_that_no_memory_holds_are_one_message(
     assert "no weights of the sizes in its config.json can be made" in message or "GiB" in message
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "pard"])
+def test_a_million_layers_are_one_message(build: Build, method: str) -> None:
+    """They were built, one by one, until memory was full."""
+    with pytest.raises(UserError, match=r"num_hidden_layers of a \w+ checkpoint .*must be <= 4096, got 1000000"):
+        build(method, {**config_of(method), "num_hidden_layers": 10**6})
+
+
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
 def test_null_sizes_are_the_targets(build: Build, method: str) -> None:
     """As published heads write them; that of EAGLE-3 here has a projection to less than the target's vocabulary."""

@@ -202,6 +202,7 @@ def test_an_architecture_for_dummy_weights_is_checked_under_its_own_name() -> No
     ("option", "message"),
     [
         ({"num_hidden_layers": -1}, "num_hidden_layers of a llama checkpoint must be >= 1, got -1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers of a llama checkpoint must be <= 4096, got 1000000"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, r"divisible by num_key_value_heads \(3\), got 4"),
     ],
 )

@@ -25,6 +25,8 @@ from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipli
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import RopeKey
 
+MOST_LAYERS = 4096  # beyond those that are published: more are a slip, and take memory one by one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -301,6 +303,10 @@ def _require_own(config: Any) -> None:
         size = getattr(config, key, None)
         if size is not None and size < 1:
             raise UserError(f"{key} {of} must be >= 1, got {size}; mend its config")
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise UserError(
+            f"num_hidden_layers {of} must be <= {MOST_LAYERS}, got {config.num_hidden_layers}; mend its config"
+        )
     # Of families that do not publish them, too: transformers reads is_causal in every config.
     for key, rule in (("use_bidirectional_attention", False), ("is_causal", True)):
         told = getattr(config, key, rule)
