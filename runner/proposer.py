@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from runner.config import (
 )
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
+from runner.engine.memory import making_weights
 from runner.model_files import model_source, own_tokenizer
 from runner.prompts import Tokenizer
 from runner.responses import Responses, check_responses_file
@@ -50,7 +52,9 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
         if path is not None:
             own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
-    return proposer_class(method.method).build(num_speculative_tokens=num_tokens, context=context, **own_keys)
+    source: ModelSource | None = own_keys.get("source")
+    with nullcontext() if source is None else making_weights(f"{source.name}={source.model}"):
+        return proposer_class(method.method).build(num_speculative_tokens=num_tokens, context=context, **own_keys)
 
 
 def _read_drafter(

@@ -30,7 +30,6 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
 from runner.engine.shard import Shard
@@ -162,7 +161,7 @@ def fill_block_head(
         own = needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys())
     if LM_HEAD not in own:
         require_cap_of_target(config, source, target)
-    with torch.device(context.device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(context.device):
         head = head_class(
             config,
             target,

@@ -27,7 +27,6 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.operations import Rows, add, beside
 from runner.engine.shard import Shard
 
@@ -94,7 +93,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
         for name, tensor in read_head_tensors(source).items()
         if not name.endswith("rotary_emb.inv_freq")  # derived from the config
     }
-    with torch.device(context.device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(context.device):
         head = EagleHead(
             with_biases_of(arch, tensors) if tensors else arch,
             config,

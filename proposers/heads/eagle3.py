@@ -28,7 +28,6 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
 from runner.engine.shard import Shard
@@ -152,7 +151,7 @@ def load_eagle3_head(
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     if tensors:
         config = replace(config, arch=with_biases_of(config.arch, tensors))
-    with torch.device(context.device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(context.device):
         head = Eagle3Head(
             config,
             target,

@@ -24,7 +24,6 @@ from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.linear import WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.operations import head_logits, linear
 
 
@@ -115,7 +114,7 @@ def load_medusa_heads(
     shape = _dummy_shape(config, source) if source.is_dummy else _shape(config, tensors, source)
     _require_sizes(shape, config, tensors, source, target)
     _cut_to_token_map(shape, tensors, target.model.vocab_size)
-    with torch.device(device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(device):
         heads = MedusaHeads(shape, target, dtype)
     fill_head(heads.weight_targets(), tensors, source, "Medusa heads")
     return heads

@@ -33,7 +33,6 @@ from runner.engine.layer_kinds import FULL, SLIDING
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits
@@ -159,7 +158,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
         assert isinstance(target.model, TransformersModel), "another target's block was refused"
         with torch.device(context.device):
             block = TransformersBlock(target.model, name)
-    with torch.device(context.device), making_weights(name):
+    with torch.device(context.device):
         eps = float(module.config.rms_norm_eps) if module.arch is None else module.arch.rms_norm_eps
         head = MtpHead(
             found,

@@ -29,7 +29,6 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, beside, head_logits
 from runner.engine.shard import Shard
@@ -146,7 +145,7 @@ def load_mtp_assistant(
     tensors = {name: tensor for name, tensor in read_head_tensors(source).items() if name not in unread}
     if HEAD in tensors:  # else it is the embedding, which has no other use: tokens are embedded by the target
         tensors.pop(EMBEDDING, None)
-    with torch.device(context.device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(context.device):
         head = MtpAssistantHead(
             config,
             target,

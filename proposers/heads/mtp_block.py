@@ -24,7 +24,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layer_kinds import ropes, sliding_windows
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
-from runner.engine.memory import making_weights, require_memory
+from runner.engine.memory import require_memory
 from runner.engine.norms import RMSNorm
 from runner.engine.shard import Shard
 from runner.engine.transformers_attention import Launch, Probe
@@ -67,7 +67,7 @@ class OwnBlock:
             UserError: the layer does not fit memory.
         """
         alone = _alone(arch, hf_config, kind)
-        with torch.device("meta"), making_weights(f"the MTP module of {name}"):
+        with torch.device("meta"):
             sizes = DecoderLayer(alone, 0, Shard(), dtype)
         needed = sum(target.view.nbytes for target in sizes.weight_targets("").values())
         require_memory(needed, device, f"the MTP module of {name}", "choose a smaller model")

@@ -19,7 +19,6 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 
 PREFIX = "speculator."
 Speculator = MlpSpeculator | LstmSpeculator
@@ -35,7 +34,7 @@ def load_speculator(
     """
     shape = read_shape(read_head_config(source), source)
     require_target_sizes(source, target, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
-    with torch.device(device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(device):
         speculator = LstmSpeculator(shape, dtype) if shape.kind == "sum_lstm" else MlpSpeculator(shape, dtype)
     tensors = read_head_tensors(source)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""

@@ -25,7 +25,6 @@ from runner.engine.head_checkpoint import fill_head, read_pickle_beside
 from runner.engine.hidden_states import NORMED
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
-from runner.engine.memory import making_weights
 from runner.engine.shard import Shard
 
 FILE = "warp_model.bin"
@@ -150,7 +149,7 @@ def load_target_features(
     Raises:
         UserError: there is none, or another one than its config says.
     """
-    with torch.device(device), making_weights(f"{source.name}={source.model}"):
+    with torch.device(device):
         features = TargetFeatures(config, hidden_size, dtype)
     tensors = read_pickle_beside(source, FILE, f"download the draft again, or {ALONE}")
     fill_head(features.weight_targets(), tensors, source, f"the {FILE} of a PARD-2 draft model")

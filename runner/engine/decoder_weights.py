@@ -20,7 +20,8 @@ from runner.engine.fused_tensors import split_fused
 from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
 from runner.engine.mtp_layout import is_mtp_tensor
-from runner.engine.quantized_tensors import QuantizedTensor, require_scales
+from runner.engine.quantization import Storage
+from runner.engine.quantized_tensors import Numbers, QuantizedTensor, require_scales
 from runner.engine.shard import Shard
 
 STD = 0.02  # of random weights
@@ -117,8 +118,9 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         target.fill(tensor[part])
         require_finite(target.view, name, source)
     elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
-        numbers = _copy_numbers(target.quantized, tensor, part, dim, shard)
-        require_finite(numbers, name, source)
+        found = tensor.read() if target.quantized.has_codes else tensor.read().in_8_bits(tensor.storage)
+        require_finite(found.numbers[part], name, source)
+        _copy_numbers(target.quantized, found, tensor.storage, part, dim, shard)
     else:
         weight = tensor[part].to(target.view.device)
         require_finite(weight, name, source)
@@ -127,13 +129,10 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
 
 
 def _copy_numbers(
-    target: QuantizedWeight, tensor: QuantizedTensor, part: Any, dim: int | None, shard: Shard
-) -> torch.Tensor:
-    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it; its numbers, for a look."""
-    found = tensor.read()
-    found = found if target.has_codes else found.in_8_bits(tensor.storage)
-    numbers = found.numbers[part]
-    target.hold(numbers)
+    target: QuantizedWeight, found: Numbers, storage: Storage, part: Any, dim: int | None, shard: Shard
+) -> None:
+    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
+    target.hold(found.numbers[part])
 
     def own(groups: torch.Tensor) -> torch.Tensor:
         """[out_features, groups]"""
@@ -142,7 +141,7 @@ def _copy_numbers(
         if groups.shape[1] == 1:
             return groups
         held = num_groups(target.shape[1], target.group_size)
-        repeats = (tensor.storage.group_size or 1) // target.group_size  # of groups that ranks halve
+        repeats = (storage.group_size or 1) // target.group_size  # of groups that ranks halve
         first = shard.rank * held
         return groups.repeat_interleave(repeats, dim=1)[:, first : first + held]
 
@@ -152,7 +151,6 @@ def _copy_numbers(
     if found.block_scales is not None and target.block_scales is not None:
         block_scales = own(found.block_scales)
         target.block_scales[:, : block_scales.shape[1]].copy_(block_scales)
-    return numbers
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
