@@ -23,7 +23,6 @@ MIN_STEPS = 8  # steps of a partial sum, at least
 WIDE_ROWS, LATE_WIDE_ROWS = 128, 512
 MOST_TOKENS = 256  # of a tile: up to as many rows read one dense weight once
 WIDE_PROGRAMS = 128  # tiles of that kind that are programs enough
-MOST_SPREAD_TILES = PROGRAMS - 1  # of the others
 
 # Bytes of shared memory of a program, so far as the GPU has them: two to an SM, one, and one with the largest steps.
 SHARED, WIDE_SHARED, WIDEST_SHARED = 96 * 1024, 160 * 1024, 200 * 1024

@@ -4,8 +4,8 @@ Only weights are quantized. Rows keep their dtype, so a row's result depends on 
 that of the weights that the numbers and scales stand for. A scale serves the inputs of one group, of one output.
 
 4 bits hold a code, which stands for a whole number, so a weight has the same products as one that holds these in 8.
-An fp4's groups have scales of 8 bits, and each output one of 32 beside them. A number times the former is exact in
-every dtype that rows have: kernels multiply by it before they add up, whatever the groups, and by the latter behind.
+An fp4's groups have scales of 8 bits, and each output one of 32 beside them. A number times one of 8 is exact
+in every dtype that rows have: kernels multiply by it before they add up, whatever the groups, and by one of 32 behind.
 
 Kernels of a GPU read numbers and codes in words (kernels/words.py). Those of a CPU have panels, which are made of a
 weight that holds them as they come, of codes two to an octet.

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from kernels.linear_plan import plan_linear, stages_of_short_sums
+from kernels.linear_plan import LinearPlan, plan_linear, stages_of_short_sums
 from tests.aot.kernel import NO_FUSION, SHARED_MEMORY, Kernel
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}  # of a weight's numbers
+
+
+def weight_pointers(held: str, *, has_zeros: bool) -> list[str]:
+    """Of a weight, and of its scales, zero points and block scales, so far as it has them."""
+    if held == "bf16":
+        return ["*bf16:16"]
+    return ["*i32:16", "*fp32:16", *["*i8:16"] * has_zeros, *["*u8:16"] * (held == "fp4")]
+
+
+def absent_parts(held: str, *, has_zeros: bool) -> list[str]:
+    """The others of them."""
+    has = {"scales_ptr": held != "bf16", "zeros_ptr": has_zeros, "block_scales_ptr": held == "fp4"}
+    return [name for name, is_there in has.items() if not is_there]
+
+
+def tiles_of(plan: LinearPlan, in_features: int) -> dict[str, int]:
+    return {
+        "SPLITS": plan.splits,
+        "EVEN_K": in_features % plan.block_k == 0,
+        "TOKENS": plan.tokens,
+        "FEATURES": plan.features,
+        "BLOCK_K": plan.block_k,
+    }
 
 
 def linear_kernel(
@@ -25,7 +48,6 @@ def linear_kernel(
     rows: str = "bf16",  # or fp32
 ) -> Kernel:
     """A product as kernels/linear.py launches it, without a bias."""
-    is_quantized = held != "bf16"
     plan = plan_linear(
         num_rows,
         out_features,
@@ -36,33 +58,24 @@ def linear_kernel(
         group_size=group_size,
         capacity=SHARED_MEMORY[capability],
     )
-    element = "i32" if is_quantized else held
-    scales = ("*fp32:16" if is_quantized else "") + (" *i8:16" if has_zeros else "")
-    scales += " *u8:16" if held == "fp4" else ""
     adds_up = plan.is_spread and not leaves
-    workspace = "*fp32:16 *i32:16" if adds_up else ""
-    absent = ["bias_ptr", *["scales_ptr"] * (not is_quantized), *["zeros_ptr"] * (not has_zeros)]
-    absent += ["block_scales_ptr"] * (held != "fp4") + ["partials_ptr", "arrivals_ptr"] * (not adds_up)
+    pointers = [f"*{rows}:16", *weight_pointers(held, has_zeros=has_zeros), f"*{'fp32' if leaves else out}:16"]
+    pointers += ["*fp32:16", "*i32:16"] * adds_up
+    absent = ["bias_ptr", *absent_parts(held, has_zeros=has_zeros), *["partials_ptr", "arrivals_ptr"] * (not adds_up)]
     return Kernel(
         module="kernels.linear",
         name="linear_kernel",
-        signature=f"*{rows}:16 *{element}:16 {scales} *{'fp32' if leaves else out}:16 {workspace} i32"
-        + " i32:16" * 7
-        + " i32",
+        signature=" ".join([*pointers, "i32", *["i32:16"] * 7, "i32"]),
         constants={
             **dict.fromkeys(absent),
-            "SPLITS": plan.splits,
+            **tiles_of(plan, in_features),
             "IS_SPREAD": plan.is_spread,
             "LEAVES": leaves,
             "GATED": gated,
             "ACTIVATION": activation,
             "SOFTCAP": softcap,
-            "EVEN_K": in_features % plan.block_k == 0,
-            "TOKENS": plan.tokens,
-            "FEATURES": plan.features,
-            "BLOCK_K": plan.block_k,
             "STEP_GROUPS": plan.step_groups,
-            "READING": held if is_quantized else "dense",
+            "READING": "dense" if held == "bf16" else held,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -86,7 +99,6 @@ def linear_of_experts_kernel(
     of_rows: bool = False,  # what gated ones are of anyway
 ) -> Kernel:
     """A bfloat16 product of experts as kernels/experts_linear.py launches it."""
-    is_quantized = held != "bf16"
     plan = plan_linear(
         -(-num_places // num_experts),
         out_features,
@@ -98,30 +110,23 @@ def linear_of_experts_kernel(
         of_experts=True,
         capacity=SHARED_MEMORY[capability],
     )
-    element = "i32" if is_quantized else held
     of_rows = of_rows or gated
-    pointers = ["*bf16:16", *["*i64:16"] * of_rows, "*i64:16", f"*{element}:16"]
-    pointers += [*["*fp32:16"] * is_quantized, *["*i8:16"] * has_zeros, *["*u8:16"] * (held == "fp4")]
+    pointers = ["*bf16:16", *["*i64:16"] * of_rows, "*i64:16", *weight_pointers(held, has_zeros=has_zeros)]
     pointers += [*["*bf16:16"] * has_bias, "*bf16:16"]
-    absent = [*["rows_ptr"] * (not of_rows), *["scales_ptr"] * (not is_quantized), *["bias_ptr"] * (not has_bias)]
-    absent += ["zeros_ptr"] * (not has_zeros) + ["block_scales_ptr"] * (held != "fp4")
+    absent = [*["rows_ptr"] * (not of_rows), *absent_parts(held, has_zeros=has_zeros), *["bias_ptr"] * (not has_bias)]
     return Kernel(
         module="kernels.experts_linear",
         name="linear_of_experts_kernel",
         signature=" ".join([*pointers, "i32", *["i32:16"] * 10, "i32"]),
         constants={
             **dict.fromkeys(absent),
+            **tiles_of(plan, in_features),
             "NUM_EXPERTS": num_experts,
             "EXPERTS": num_experts,
-            "SPLITS": plan.splits,
             "GATED": gated,
             "ACTIVATION": activation,
-            "EVEN_K": in_features % plan.block_k == 0,
-            "TOKENS": plan.tokens,
-            "FEATURES": plan.features,
-            "BLOCK_K": plan.block_k,
             "STEP_GROUPS": plan.step_groups,
-            "READING": held if is_quantized else "dense",
+            "READING": "dense" if held == "bf16" else held,
         },
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
         max_shared=SHARED_MEMORY[capability],
@@ -146,13 +151,7 @@ def linear_of_heads_kernel(
         module="kernels.heads_linear",
         name="linear_of_heads_kernel",
         signature=" ".join([*[f"*{dtype}:16"] * 3, "i32", *["i32:16"] * 7]),
-        constants={
-            "SPLITS": plan.splits,
-            "EVEN_K": in_features % plan.block_k == 0,
-            "TOKENS": plan.tokens,
-            "FEATURES": plan.features,
-            "BLOCK_K": plan.block_k,
-        },
+        constants=tiles_of(plan, in_features),
         options={"num_warps": plan.num_warps, "num_stages": stages_of_short_sums(plan)},
         max_shared=SHARED_MEMORY[capability],
         compute_capabilities=(capability,),
