@@ -36,7 +36,7 @@ def silu(x):
 
 @Kernel
 @triton.jit(
-    do_not_specialize=["offset", "rows_each"],
+    do_not_specialize=["offset", "end_offset", "rows_each"],
     do_not_specialize_on_alignment=["starts_ptr", "ends_ptr", "slots_ptr", "first_rows_ptr", "counts_ptr"],
 )
 def gated_delta_kernel(
@@ -62,6 +62,7 @@ def gated_delta_kernel(
     gates_stride,
     rows_each,
     offset,
+    end_offset,
     ring,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
@@ -95,7 +96,8 @@ def gated_delta_kernel(
     at = slot * NUM_VALUE_HEADS + head
     is_someones, goes_on = (slot > 0) & (count > 0), (slot > 0) & (start > 0)
     begin = tl.load(reached_ptr + at, mask=goes_on, other=0)
-    certain = tl.minimum(tl.maximum(tl.load(ends_ptr + segment), begin), stop)
+    begin = tl.maximum(begin, start - (ring - TAPS + 1))
+    certain = tl.minimum(tl.maximum(tl.load(ends_ptr + segment) + end_offset, begin), stop)
     places = memory_ptr + at * (KEY_DIM * VALUE_DIM) + value_columns[:, None] * KEY_DIM + key_columns[None, :]
     memory = tl.load(places, mask=is_element & goes_on, other=0.0)
     recent_ptr += at * ring * ROW
@@ -226,6 +228,7 @@ def gated_delta(
             gates.stride(0),
             segments.num_rows or 0,
             segments.offset,
+            segments.end_offset,
             states.recent.shape[2],
             NUM_KEY_HEADS=heads.num_key_heads,
             NUM_VALUE_HEADS=heads.num_value_heads,

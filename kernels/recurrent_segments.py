@@ -14,13 +14,14 @@ class RecurrentSegments:
 
     A token is certain if it stands before its segment's end: it is never taken back. States keep what is certain, and
     the rows of the others beside it, so that the next launch may begin behind any of them: taking drafts back is a
-    number here, too.
+    number here, too. A segment may begin behind its end, with rows that are kept in between.
     """
 
     starts: Tensor  # [num_segments]: position of the first row, less the offset
-    ends: Tensor  # [num_segments]: position behind the last certain token
+    ends: Tensor  # [num_segments]: position behind the last certain token, less its offset
     slots: Tensor  # [num_segments]: of the states; 0: nobody's, whose rows yield zeros and leave nothing behind
     offset: int = 0
+    end_offset: int = 0
     num_rows: int | None = None  # of each segment, one segment behind the other; None: as the next two say
     first_rows: Tensor | None = None  # [num_segments], in the launch
     counts: Tensor | None = None  # [num_segments]: rows; 0 = padding

@@ -177,12 +177,17 @@ class Proposer(ABC):
         return 0
 
     @property
+    def state_bytes(self) -> int:
+        """Device memory that it needs beside, for states of max_num_seqs requests."""
+        return 0
+
+    @property
     def has_passes(self) -> bool:
         """Whether it runs layers, whose passes may be captured beside the target's."""
         return self.cache_bytes_per_block > 0
 
     def allocate_cache(self, num_blocks: int) -> None:  # noqa: B027 - optional
-        """Allocate what `cache_bytes_per_block` announced."""
+        """Allocate what `cache_bytes_per_block` and `state_bytes` announced."""
 
 
 def check_tap_layers(proposer: Proposer, num_layers: int) -> None:

@@ -84,6 +84,10 @@ class CustomClassProposer(Proposer):
         return self.inner.cache_bytes_per_block
 
     @property
+    def state_bytes(self) -> int:
+        return self.inner.state_bytes
+
+    @property
     def has_passes(self) -> bool:
         return self.inner.has_passes
 

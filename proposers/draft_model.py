@@ -2,6 +2,8 @@
 
 The draft keeps KV of its own under the target's block table. It computes prompts in the chunks the target does,
 and catches up on committed tokens when it next proposes: after full acceptance it lacks the last draft token too.
+States of layers that have some go back over drafts and the last committed tokens, and are in no block: where the target
+begins behind tokens that were found in the cache, such a draft computes them.
 A draft model of another vocabulary drafts the tokens that both have (proposers.vocabularies, arXiv 2502.05202).
 Everything here is in the target's ids, the request's processors and the probabilities too.
 """
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from proposers.base import ProposerContext
-from proposers.captured.draft_model import CapturedDraftModel
+from proposers.captured.draft_model import NUM_COMPUTED_AGAIN, CapturedDraftModel
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.drafting.own_cache import OwnCacheProposer
 from proposers.vocabularies.spelling import Spelling
@@ -54,12 +56,6 @@ class DraftModelProposer(OwnCacheProposer):
             max_model_len=max_model_len,
             longest_useful_len=context.max_model_len,
         )
-        if loaded.model.is_recurrent:
-            raise UserError(
-                f"method.model={source.model} must have attention in all layers: it goes back over "
-                f"tokens that states of layers of {loaded.hf_config.model_type} took in; choose another draft, "
-                "or method=mtp where the target has a module"
-            )
         self._translation = None
         if vocabularies is not None:
             self._translation = translate(
@@ -85,6 +81,20 @@ class DraftModelProposer(OwnCacheProposer):
             token_map=None if self._translation is None else self._translation.reading,
         )
         self._num_computed: dict[str, int] = {}  # request_id -> tokens whose KV is in the draft's cache
+
+    @property
+    def max_uncertain(self) -> int:
+        """Tokens of a request that a pass may compute and later ones may take back or compute again, at most."""
+        return max(self.num_speculative_tokens, self.context.max_draft_tokens or 0) + NUM_COMPUTED_AGAIN
+
+    @property
+    def state_bytes(self) -> int:
+        return self.runner.num_state_bytes(self.context.max_num_seqs, self.max_uncertain)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.runner.allocate_cache(
+            num_blocks, max_num_seqs=self.context.max_num_seqs, num_uncertain=self.max_uncertain
+        )
 
     def make_runner(self, loaded: LoadedModel, **options: Any) -> ModelRunner:
         """What runs the draft; options: of ModelRunner."""
@@ -115,9 +125,10 @@ class DraftModelProposer(OwnCacheProposer):
                 known = self._num_computed.get(request.request_id, 0)
                 self._num_computed[request.request_id] = min(known, request.num_computed_tokens)
             elif item.start < self.max_model_len and self.may_draft(request):
-                # The draft follows the target through prompts, chunk by chunk, from where the first one starts.
-                self._num_computed.setdefault(request.request_id, item.start)
-                parts.append(self._part(request, min(item.start + item.num_new_tokens, self.max_model_len)))
+                # The draft follows the target through prompts, chunk by chunk, from where the first one starts, if it can.
+                known = self._num_computed.setdefault(request.request_id, 0 if self.runner.is_recurrent else item.start)
+                if known == item.start:
+                    parts.append(self._part(request, min(item.start + item.num_new_tokens, self.max_model_len)))
         if parts:
             self.runner.run(parts)
 
@@ -151,7 +162,14 @@ class DraftModelProposer(OwnCacheProposer):
         """The committed tokens up to `end` that the draft lacks, and drafts behind them; they count as computed."""
         start = self._num_computed.get(request.request_id, 0)
         self._num_computed[request.request_id] = end
-        return Part(request=request, start=start, end=end, num_draft_tokens=num_draft_tokens, num_logits=num_logits)
+        return Part(
+            request=request,
+            start=start,
+            end=end,
+            num_draft_tokens=num_draft_tokens,
+            num_logits=num_logits,
+            certain=_certain(request),
+        )
 
     def next_logits(
         self, requests: Sequence[Request], step: int, token_ids: torch.Tensor, row_idx: torch.Tensor | None
@@ -160,8 +178,16 @@ class DraftModelProposer(OwnCacheProposer):
         for request in requests:
             position = request.num_tokens + step - 1
             self._num_computed[request.request_id] = position + 1
-            parts.append(Part(request=request, start=position, end=position, num_draft_tokens=1, num_logits=1))
+            certain = _certain(request)
+            part = Part(
+                request=request, start=position, end=position, num_draft_tokens=1, num_logits=1, certain=certain
+            )
+            parts.append(part)
         return self._in_target_ids(self.runner.run(parts, token_ids))
 
     def _in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._translation is None else self._translation.to_target(logits)
+
+
+def _certain(request: Request) -> int:
+    return request.num_tokens - NUM_COMPUTED_AGAIN

@@ -131,6 +131,10 @@ class HybridProposer(Proposer):
         return self.drafter.cache_bytes_per_block
 
     @property
+    def state_bytes(self) -> int:
+        return self.drafter.state_bytes
+
+    @property
     def has_passes(self) -> bool:
         return self.drafter.has_passes
 

@@ -74,6 +74,10 @@ class PardProposer(OnePassProposer, DraftModelProposer):
         return FeatureRunner(model, features, **options)
 
     @property
+    def max_uncertain(self) -> int:
+        return super().max_uncertain + max(0, self.num_speculative_tokens - 1)  # masks
+
+    @property
     def feature_runner(self) -> FeatureRunner | None:
         """The runner, where the draft reads the target's hidden states."""
         if isinstance(self.runner, FeatureRunner) and self.num_speculative_tokens > 0:

@@ -48,7 +48,7 @@ def num_cache_blocks(
     """
     device = target.device
     per_block = target.cache_bytes_per_block + proposer.cache_bytes_per_block
-    state_bytes = target.num_state_bytes(hardware.max_num_seqs, proposer.num_speculative_tokens)
+    state_bytes = target.num_state_bytes(hardware.max_num_seqs, proposer.num_speculative_tokens) + proposer.state_bytes
     if hardware.num_gpu_blocks_override is not None:
         blocks = hardware.num_gpu_blocks_override + 1
         what = f"a KV cache of hardware.num_gpu_blocks_override={hardware.num_gpu_blocks_override} blocks"

@@ -33,7 +33,7 @@ Arguments = arguments_of(
     *("convolution", "bias", "a_log", "dt_bias", "norm", "eps", "skip"),  # of the weights; 0: there is none
     "room",  # [num_threads, room_size] float32
     *("num_rows", "mixed_stride", "gates_stride"),
-    *("num_segments", "rows_each", "offset", "ring", "element_size"),
+    *("num_segments", "rows_each", "offset", "end_offset", "ring", "element_size"),
     *("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps", "row", "room_size"),
 )
 
@@ -145,8 +145,8 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
             memory = floats(a.memory + NUM_BYTES * at * key_dim * value_dim, value_dim, key_dim)
             recent = elements(a.recent + a.element_size * at * ring * width, ring, width, element)
             reached = integers(a.reached + 8 * at, 1)
-            begin = reached[0] if start > 0 else 0
-            certain = min(max(ends[segment], begin), stop)
+            begin = max(reached[0], start - (ring - a.taps + 1)) if start > 0 else 0
+            certain = min(max(ends[segment] + a.end_offset, begin), stop)
             current = memory
             if start == 0:
                 for row in range(value_dim):
@@ -261,7 +261,7 @@ def gated_delta(
         *(0 if own is None else own.data_ptr() for own in (weights.convolution, weights.bias, *of_weights)),
         room.data_ptr(),
         *(num_rows, mixed.stride(0), gates.stride(0)),
-        *(num_segments, segments.num_rows or 0, segments.offset, ring, mixed.element_size()),
+        *(num_segments, segments.num_rows or 0, segments.offset, segments.end_offset, ring, mixed.element_size()),
         *(heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.taps, heads.row, room_size),
         parts=max(1, min(4 * threads, units)) if threads > 1 else 1,
     )

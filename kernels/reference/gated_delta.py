@@ -131,7 +131,8 @@ def gated_delta(
     """
     out = torch.zeros(len(mixed), heads.values, dtype=mixed.dtype, device=mixed.device)
     first_rows, counts = segments.rows()
-    columns = (first_rows, counts, segments.starts + segments.offset, segments.ends, segments.slots)
+    starts, ends = segments.starts + segments.offset, segments.ends + segments.end_offset
+    columns = (first_rows, counts, starts, ends, segments.slots)
     for first, count, start, end, slot in zip(*(column.tolist() for column in columns), strict=True):
         for head in range(heads.num_value_heads if count and slot else 0):
             own = slice(first, first + count)
@@ -167,7 +168,8 @@ def _go_on(
     heads: DeltaHeads,
 ) -> Tensor:  # [count, value_dim]
     memory, recent, reached = states.memory[slot, head], states.recent[slot, head], states.reached[slot, head]
-    begin = int(reached) if start > 0 else 0
+    # Further back no rows are kept: then the slot's request never came by here, and nobody reads its rows.
+    begin = max(int(reached), start - (len(recent) - heads.taps + 1)) if start > 0 else 0
     current = memory.clone() if start > 0 else torch.zeros_like(memory)
     stop = start + len(rows)
     certain, ring = min(max(end, begin), stop), len(recent)

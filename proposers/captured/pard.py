@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from proposers.captured.draft_model import NUM_COMPUTED_AGAIN
 from proposers.captured.drafter import GoingOn
 from proposers.captured.fresh_tokens import FreshTokens
 from proposers.captured.in_one_pass import CapturedOnePass
@@ -58,7 +59,12 @@ class CapturedPard(CapturedOnePass):
         token_ids = torch.where(self.fresh.are_fresh(batch), self.fresh.rows(batch), self.mask_token_id)
         lengths = self.fresh.first_positions(batch)
         launch, _ = self.runner.decode_launch(
-            batch, token_ids.flatten(), offset=0, num_rows=token_ids.shape[1], lengths=lengths
+            batch,
+            token_ids.flatten(),
+            offset=0,
+            num_rows=token_ids.shape[1],
+            lengths=lengths,
+            num_computed_again=NUM_COMPUTED_AGAIN,
         )
         hidden, _ = self.runner.compute(launch, (), *self.inputs_beside(batch))
         return hidden

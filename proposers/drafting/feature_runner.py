@@ -61,11 +61,11 @@ class FeatureRunner(ModelRunner):
         return (self.kept(to_device(slots, torch.int64, self.device)),)
 
     def _slots_before(self, segment: Segment) -> list[int]:
-        """Of the token before each of a segment's; of masks, which are uncertain, before the last committed one."""
-        last = segment.start + segment.num_tokens - segment.num_uncertain - 1
+        """Of the token before each of a segment's; of masks before the last committed one."""
+        last = segment.start + segment.num_tokens - segment.num_drafts - 1
         slots = [0] if segment.start == 0 else []
         slots += segment.slots(max(0, segment.start - 1), last, self.block_size)
-        return slots + slots[-1:] * segment.num_uncertain
+        return slots + slots[-1:] * segment.num_drafts
 
     def kept(self, slots: torch.Tensor) -> torch.Tensor:
         """What is added to rows whose tokens stand behind those of the slots [num_rows]; 0: behind none."""

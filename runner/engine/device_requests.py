@@ -109,6 +109,7 @@ class DeviceBatch:
         shape: PagedShape,
         block_size: int,
         lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
+        num_computed_again: int = 0,  # of a request's last committed tokens, in a later launch
     ) -> tuple[ForwardBatch, Tensor]:
         """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
         rows = chain_rows(
@@ -142,6 +143,7 @@ class DeviceBatch:
                 ends=self.lengths,
                 slots=self.state_slots,
                 offset=offset,
+                end_offset=-num_computed_again,
                 num_rows=num_rows,
             ),
             linear_tile=shape.linear,

@@ -108,10 +108,25 @@ class ModelRunner(PagedRunner):
         return sum(own.num_bytes for own in states if own is not None)
 
     def decode_launch(
-        self, batch: DeviceBatch, token_ids: torch.Tensor, *, offset: int, num_rows: int, **others: Any
+        self,
+        batch: DeviceBatch,
+        token_ids: torch.Tensor,
+        *,
+        offset: int,
+        num_rows: int,
+        lengths: torch.Tensor | None = None,
+        num_computed_again: int = 0,
     ) -> tuple[ForwardBatch, torch.Tensor]:
-        self._require_room(num_rows - 1)
-        return super().decode_launch(batch, token_ids, offset=offset, num_rows=num_rows, **others)
+        is_earlier = lengths is not None  # than the last committed token
+        self._require_room(offset + num_rows + num_computed_again - is_earlier)
+        return super().decode_launch(
+            batch,
+            token_ids,
+            offset=offset,
+            num_rows=num_rows,
+            lengths=lengths,
+            num_computed_again=num_computed_again,
+        )
 
     def _require_room(self, num_uncertain: int) -> None:
         """States forget what lies further back."""
@@ -197,7 +212,7 @@ class ModelRunner(PagedRunner):
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
         if self.is_recurrent:
-            self._require_room(max(segment.num_uncertain for segment in launch.segments))
+            self._require_room(max(own.start + own.num_tokens - own.certain for own in launch.segments))
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,

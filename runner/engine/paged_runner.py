@@ -104,7 +104,14 @@ class PagedRunner:
         return shape.buckets.most_rows if isinstance(shape, PagedShape) and shape.buckets is not None else 0
 
     def decode_launch(
-        self, batch: DeviceBatch, token_ids: Tensor, *, offset: int, num_rows: int, lengths: Tensor | None = None
+        self,
+        batch: DeviceBatch,
+        token_ids: Tensor,
+        *,
+        offset: int,
+        num_rows: int,
+        lengths: Tensor | None = None,
+        num_computed_again: int = 0,
     ) -> tuple[ForwardBatch, Tensor]:
         """As DeviceBatch.launch, in the shape and the blocks of this runner."""
         return batch.launch(
@@ -114,6 +121,7 @@ class PagedRunner:
             shape=self.paged_shape,
             block_size=self.block_size,
             lengths=lengths,
+            num_computed_again=num_computed_again,
         )
 
     @property

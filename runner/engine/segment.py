@@ -21,7 +21,8 @@ class Segment:
     block_table: Sequence[int]
     branch_start: int = 0
     state_slot: int = 0  # as Request.state_slot
-    num_uncertain: int = 0  # of the tokens the last ones, which may be taken back
+    num_drafts: int = 0  # of the tokens the last ones, which may be taken back
+    certain: int = 0  # position behind the last token that no launch computes again
     branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
 
     def slots(self, first: int, end: int, block_size: int) -> list[int]:
