@@ -92,9 +92,7 @@ class DraftModelProposer(OwnCacheProposer):
         return self.runner.num_state_bytes(self.context.max_num_seqs, self.max_uncertain)
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self.runner.allocate_cache(
-            num_blocks, max_num_seqs=self.context.max_num_seqs, num_uncertain=self.max_uncertain
-        )
+        self.runner.allocate_cache(num_blocks, max_num_seqs=self.context.max_num_seqs, num_uncertain=self.max_uncertain)
 
     def make_runner(self, loaded: LoadedModel, **options: Any) -> ModelRunner:
         """What runs the draft; options: of ModelRunner."""
@@ -125,7 +123,8 @@ class DraftModelProposer(OwnCacheProposer):
                 known = self._num_computed.get(request.request_id, 0)
                 self._num_computed[request.request_id] = min(known, request.num_computed_tokens)
             elif item.start < self.max_model_len and self.may_draft(request):
-                # The draft follows the target through prompts, chunk by chunk, from where the first one starts, if it can.
+                # The draft follows its target through prompts, chunk by chunk, from where the first one starts; states
+                # that have not come there do when it first drafts.
                 known = self._num_computed.setdefault(request.request_id, 0 if self.runner.is_recurrent else item.start)
                 if known == item.start:
                     parts.append(self._part(request, min(item.start + item.num_new_tokens, self.max_model_len)))

@@ -15,7 +15,6 @@ from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.scheduler import Schedule
-from runner.llm import LLM
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.conftest import TARGET_CONFIG, Engines, complete
@@ -153,19 +152,6 @@ def test_a_class_of_ones_own_that_drafts_trees_is_told(engines: Engines) -> None
     llm = engines(method, **FAMILY, **ROOMY)
     with pytest.raises(UserError, match=r"Branching.propose must draft chains, for the states of the target's"):
         complete(llm, PROMPTS[:1], PARAMS[:1])
-
-
-def test_a_draft_with_states_is_refused() -> None:
-    hf_config = {**TARGET_CONFIG, **FAMILIES["qwen3_5_text"]}
-    method = {"method": "draft_model", "num_speculative_tokens": 4}
-    with pytest.raises(UserError, match=r"must have attention in all layers: .* qwen3_5_text .*; choose another draft"):
-        LLM(
-            "dummy",
-            load_format="dummy",
-            hf_config=TARGET_CONFIG,
-            speculative_config=method,
-            draft={"model": "draft", "hf_config": hf_config},
-        )
 
 
 def test_states_take_memory_of_their_own(engines: Engines) -> None:

@@ -122,7 +122,7 @@ def test_the_draft_keeps_up_while_matches_are_verified(family: dict[str, Any], e
     drafts = by_source(metrics.records)
     own, matched = drafts["draft_model"], drafts["suffix"]
     assert own["num_accepted_tokens"] == own["num_draft_tokens"] > 50
-    assert matched["num_draft_tokens"] > matched["num_accepted_tokens"] + 20
+    assert matched["num_draft_tokens"] > matched["num_accepted_tokens"] + 10
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole steps", "steps in parts"])

@@ -196,6 +196,47 @@ def test_a_launch_of_equal_segments_is_told_by_two_numbers(kernel_device: torch.
         assert told.reached[1:].unique().tolist() == [6, 7]
 
 
+@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
+def test_drafts_may_come_one_by_one_and_committed_tokens_again(kernel_device: torch.device, heads: DeltaHeads) -> None:
+    """As a draft model's do: segments begin behind what is certain, with rows that are kept in between."""
+    for op, device in ops(kernel_device, torch.float32):
+        weights = random_weights(heads, torch.float32, device)
+        text, wrong = (Text.random(12, seed, torch.float32, device, heads) for seed in (1, 2))
+        once, states = (empty_states(torch.float32, device, num_uncertain=5, heads=heads) for _ in range(2))
+        (expected,) = launch(op, once, weights, (text, 0, 12, 12, 1), heads=heads)
+        launch(op, states, weights, (text, 0, 6, 4, 1), heads=heads)
+        found = {}
+        for committed, num_right in ((6, 2), (9, 0), (10, 1)):
+            certain = committed - 2
+            (rows,) = launch(op, states, weights, (text, certain, committed, certain, 1), heads=heads)
+            found |= {certain + at: row for at, row in enumerate(rows)}
+            for at in range(committed, committed + 3):
+                own = text if at < committed + num_right else wrong
+                (row,) = launch(op, states, weights, (own, at, at + 1, certain, 1), heads=heads)
+                if own is text:
+                    found[at] = row[0]
+            assert states.reached[1].unique().tolist() == [certain]
+        assert sorted(found) == list(range(4, 11))
+        for at, row in found.items():
+            assert torch.equal(row, expected[at])
+
+
+def test_rows_of_a_request_that_a_state_has_not_followed_cost_no_more(kernel_device: torch.device) -> None:
+    """Nobody reads them; going over all tokens that the state lacks would take as long as its text is."""
+    for op, device in ops(kernel_device, torch.float32):
+        states = empty_states(torch.float32, device)
+        text = Text.random(2, 1, torch.float32, device)
+        far = 1 << 30
+        segments = RecurrentSegments(
+            starts=torch.tensor([far], device=device),
+            ends=torch.tensor([far], device=device),
+            slots=torch.tensor([1], device=device),
+            num_rows=2,
+        )
+        op(text.mixed, text.gates, segments, states, random_weights(FEW, torch.float32, device), FEW)
+        assert states.reached[1].unique().tolist() == [far]
+
+
 def test_a_slot_begins_anew_with_its_next_request(kernel_device: torch.device) -> None:
     for op, device in ops(kernel_device, torch.float32):
         weights = random_weights(FEW, torch.float32, device)

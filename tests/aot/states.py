@@ -43,7 +43,7 @@ STATES = [
             name="gated_delta_kernel",
             signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16{' *i64' * (5 if counted else 3)} "
             f"*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16 *fp32:16 *fp32:16 "
-            f"*{dtype if constants['IS_STATE_SPACE'] else 'fp32'}:16 *fp32:16 i32:16 i32:16 i32 i32 i32",
+            f"*{dtype if constants['IS_STATE_SPACE'] else 'fp32'}:16 *fp32:16 i32:16 i32:16 i32 i32 i32 i32",
             constants={
                 **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
                 **constants,
