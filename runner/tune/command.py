@@ -250,7 +250,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         epilog="example:\n"
         "  python -m runner.tune method=ngram --num-speculative-tokens 2,4,8 --batch-sizes 1,4,16\n\n"
-        "A pass runs the whole workload; there are (repeats + 1) x batch sizes x numbers of tokens of them.",
+        "A pass runs the whole workload; there are (repeats + 1) x batch sizes x (numbers of tokens + 1) of them;\n"
+        "auto is one more number.",
     )
     parser.add_argument(
         "--batch-sizes",
