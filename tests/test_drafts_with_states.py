@@ -35,7 +35,6 @@ PARAMS = list(
         len(PROMPTS),
     )
 )
-FEW_BLOCKS = "few blocks of 32, small chunks"
 
 
 def engine(method: dict[str, Any] | None, target: dict[str, Any], draft: dict[str, Any], **others: Any) -> LLM:
@@ -58,7 +57,8 @@ def engine(method: dict[str, Any] | None, target: dict[str, Any], draft: dict[st
             heads={"pard": {"model": "pard", "hf_config": pard}},
             speculative_config=method,
             max_model_len=256,
-            **{"device": "cpu", **others},
+            device="cpu",
+            **others,
         )
 
 
@@ -71,7 +71,7 @@ def records_of_drafts(metrics: MetricsCollector) -> dict[str, list[tuple[int, in
     return {record.request_id: record.drafts for record in metrics.records}
 
 
-@pytest.mark.parametrize("schedule", ["three at a time", "odd chunks", "few blocks", FEW_BLOCKS])
+@pytest.mark.parametrize("schedule", ["three at a time", "odd chunks", "few blocks", "few blocks of 32, small chunks"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole steps", "steps in parts"])
 def test_a_target_that_is_its_own_draft_is_never_wrong(
     family: dict[str, Any], schedule: str, enforce_eager: bool
@@ -108,8 +108,7 @@ def test_what_was_drafted_in_vain_is_forgotten(family: dict[str, Any], enforce_e
     drafted, accepted = counts(metrics)
     assert 0.1 * drafted < accepted < 0.9 * drafted
     assert metrics.steps_in_parts.total() == (metrics.num_decoding_steps if enforce_eager else 0)
-    for request in requests:
-        assert records_of_drafts(metrics)[request.request_id] == list(expected_drafts(request, 4))
+    assert records_of_drafts(metrics) == {own.request_id: list(expected_drafts(own, 4)) for own in requests}
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole steps", "steps in parts"])

@@ -192,7 +192,8 @@ def _recurrent_lists(segments: Sequence[Segment], num_rows: int) -> list[list[in
     columns: list[tuple[int, ...]] = []
     row = 0
     for own in segments:
-        columns.append((own.start, own.certain, own.state_slot, row, own.num_tokens))
+        stop = own.start + own.num_tokens
+        columns.append((own.start, stop - own.num_uncertain, own.state_slot, row, own.num_tokens))
         row += own.num_tokens
     columns += [(0, 0, 0, row, 0)] * (bucket(len(segments)) - len(segments))
     columns.append((0, 0, 0, row, num_rows - row))

@@ -26,8 +26,8 @@ class Part:
     # num_draft_tokens, the drafts before those of this part are in the cache already.
     parent_indices: Sequence[int] | None = None
     num_logits: int = 0  # how many of the last rows predict something that is wanted
-    # Tokens of the request that no later part computes again, so that states need not go back over them; None: those
-    # before `end`.
+    # How many of the request's tokens no later part computes again, so that states need not go back over them; None:
+    # those before `end`.
     certain: int | None = None
     scored_from: int | None = None  # prompt rows from this position on are scored: their successors are in the prompt
 
@@ -107,13 +107,14 @@ def _segments(part: Part, first: int, last: int, num_drafts: int) -> Iterator[Se
     """
     num_committed, table = last - first, part.request.block_table
     if num_drafts == 0 or part.parent_indices is None:
+        stop = last + num_drafts
         yield Segment(
             start=first,
-            num_tokens=num_committed + num_drafts,
+            num_tokens=stop - first,
             block_table=table,
             state_slot=part.request.state_slot,
             num_drafts=num_drafts,
-            certain=last if part.certain is None else part.certain,
+            num_uncertain=num_drafts if part.certain is None else max(0, stop - part.certain),
         )
         return
     shape = tree_shape(part.parent_indices)

@@ -211,7 +211,7 @@ class ModelRunner(PagedRunner):
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
         if self.is_recurrent:
-            self._require_room(max(own.start + own.num_tokens - own.certain for own in launch.segments))
+            self._require_room(max(segment.num_uncertain for segment in launch.segments))
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,

@@ -21,8 +21,9 @@ class Segment:
     block_table: Sequence[int]
     branch_start: int = 0
     state_slot: int = 0  # as Request.state_slot
-    num_drafts: int = 0  # of the tokens the last ones, which may be taken back
-    certain: int = 0  # position behind the last token that no launch computes again
+    num_drafts: int = 0  # of the tokens the last ones
+    # Tokens before its end that may be taken back or computed again, and more than it has where some lie before it.
+    num_uncertain: int = 0
     branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
 
     def slots(self, first: int, end: int, block_size: int) -> list[int]:
