@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kernels.reference.cluster_logits import OUTSIDE
 from proposers.base import ProposerContext
 from proposers.heads.mtp_assistant import MtpAssistantHead, load_mtp_assistant
-from runner.engine import decoder_weights, head_checkpoint
+from runner.engine import weight_filling
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.head_checkpoint import read_head_config
@@ -211,8 +211,8 @@ def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     emulated_gpu: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (decoder_weights, head_checkpoint):  # it adds weights up, which a GPU does in no certain order
-        monkeypatch.setattr(module, "require_finite", lambda *_: None)
+    # It adds weights up, which a GPU does in no certain order.
+    monkeypatch.setattr(weight_filling, "require_finite", lambda *_: None)
     found = written("shared", "clusters")
     prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (length, 0)))]
     params = [replace(GREEDY, max_tokens=9), replace(SAMPLED, max_tokens=7)]

@@ -142,10 +142,10 @@ def test_every_whole_step_drafts_and_accepts_what_it_does_in_parts(pair: Pair, k
 def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     pair: Pair, emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.engine import decoder_weights, head_checkpoint
+    from runner.engine import weight_filling
 
-    for module in (decoder_weights, head_checkpoint):  # it adds weights up, which a GPU does in no certain order
-        monkeypatch.setattr(module, "require_finite", lambda *_: None)
+    # It adds weights up, which a GPU does in no certain order.
+    monkeypatch.setattr(weight_filling, "require_finite", lambda *_: None)
     prompts = [{"prompt_token_ids": [(3 * i + j) % VOCAB_SIZE for i in range(5 + 30 * j)]} for j in range(2)]
     params = [replace(GREEDY, max_tokens=9), replace(SAMPLED, max_tokens=7)]
     found = []

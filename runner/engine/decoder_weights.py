@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from kernels.quantized_weight import ZERO, QuantizedWeight, codes_side_by_side, num_groups, quantize
 from runner.engine.architecture import Architecture, gate_up_rows
-from runner.engine.checkpoint import ModelSource, read_tensors, require_finite
+from runner.engine.checkpoint import ModelSource, read_tensors
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
@@ -20,12 +19,8 @@ from runner.engine.fused_tensors import split_fused
 from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
 from runner.engine.mtp_layout import is_mtp_tensor
-from runner.engine.quantization import Storage
-from runner.engine.quantized_tensors import Numbers, QuantizedTensor, require_scales
 from runner.engine.shard import Shard
-
-STD = 0.02  # of random weights
-SOME_BLOCK_SCALES = (168, 184)  # of random weights: octets below 184, which stand for 2**-9 up to almost 2**-7
+from runner.engine.weight_filling import STD, draw_quantized, fill_quantized, fill_weight
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
@@ -76,27 +71,8 @@ def fill_randomly(decoder: Decoder) -> None:
             target.view.fill_(1.0)
         elif target.quantized is None:
             target.view.normal_(std=STD, generator=generator)
-        elif target.quantized.has_codes:
-            _draw_codes(target.quantized, generator)
         else:
-            dense = torch.empty(target.shape, device=target.view.device)
-            fill_quantized(target, dense.normal_(std=STD, generator=generator))
-
-
-def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
-    """All are as likely. Scales are of 16 bits, as published ones."""
-    octets = weight.numbers
-    if weight.is_in_words:
-        octets = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
-    octets.random_(0, 256, generator=generator)
-    if weight.is_in_words:
-        weight.hold(codes_side_by_side(octets))
-    if weight.block_scales is not None:
-        weight.block_scales.random_(*SOME_BLOCK_SCALES, generator=generator)
-    if weight.zeros is not None:
-        weight.zeros.fill_(ZERO)
-    weight.scales.fill_(1.0)
-    weight.scales.copy_((STD / weight.rows(slice(64)).exact().std()).bfloat16())
+            draw_quantized(target.quantized, generator)
 
 
 def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:
@@ -114,48 +90,4 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
         rows = target.shape[dim]
         own = slice(shard.rank * rows, (shard.rank + 1) * rows)
         part = own if dim == 0 else (slice(None), own)
-    if target.quantized is None:
-        target.fill(tensor[part])
-        require_finite(target.view, name, source)
-    elif isinstance(tensor, QuantizedTensor) and tensor.storage.is_multiplied:
-        found = tensor.read() if target.quantized.has_codes else tensor.read().in_8_bits(tensor.storage)
-        require_finite(found.numbers[part], name, source)
-        _copy_numbers(target.quantized, found, tensor.storage, part, dim, shard)
-    else:
-        weight = tensor[part].to(target.view.device)
-        require_finite(weight, name, source)
-        fill_quantized(target, weight)
-        require_scales(target.quantized.scales, f"{source.name}={source.model}: {name}")
-
-
-def _copy_numbers(
-    target: QuantizedWeight, found: Numbers, storage: Storage, part: Any, dim: int | None, shard: Shard
-) -> None:
-    """A rank's part of a quantized matrix, which is cut along dim, as the target holds it."""
-    target.hold(found.numbers[part])
-
-    def own(groups: torch.Tensor) -> torch.Tensor:
-        """[out_features, groups]"""
-        if dim != 1 or shard.size == 1:
-            return groups[part]
-        if groups.shape[1] == 1:
-            return groups
-        held = num_groups(target.shape[1], target.group_size)
-        repeats = (storage.group_size or 1) // target.group_size  # of groups that ranks halve
-        first = shard.rank * held
-        return groups.repeat_interleave(repeats, dim=1)[:, first : first + held]
-
-    target.scales.copy_(own(found.scales))
-    if target.zeros is not None:  # which matrices that are multiplied with this one may have alone
-        target.zeros.copy_(torch.tensor(ZERO) if found.zeros is None else own(found.zeros))
-    if found.block_scales is not None and target.block_scales is not None:
-        block_scales = own(found.block_scales)
-        target.block_scales[:, : block_scales.shape[1]].copy_(block_scales)
-
-
-def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
-    """Of a dense weight [out_features, in_features], quantized output by output."""
-    assert target.quantized is not None
-    found = quantize(weight, target.quantized.kind)
-    target.quantized.hold(found.numbers)
-    target.quantized.scales.copy_(found.scales)
+    fill_weight(target, tensor, name, source, part=part, shard=shard)

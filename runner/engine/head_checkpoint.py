@@ -17,7 +17,6 @@ from runner.engine.checkpoint import (
     ModelSource,
     read_tensors,
     register_configs,
-    require_finite,
     resolve_directory,
     unreadable_config,
 )
@@ -26,6 +25,7 @@ from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
 from runner.engine.json_object import require_json
 from runner.engine.linear import WeightTarget
 from runner.engine.rope import warn_of_unread_rope
+from runner.engine.weight_filling import fill_weight
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 # Keys that heads of several kinds have, and their layers; null is as good as no key, but where layers should stand.
@@ -202,8 +202,7 @@ def fill_head(
             f"{'; '.join(found)}; download it again, or name the method that it was made for"
         )
     for name, target in targets.items():
-        target.fill(tensors[origins.get(name, name)])
-        require_finite(target.view, name, source)
+        fill_weight(target, tensors[origins.get(name, name)], name, source)
 
 
 def _converts(stored: torch.dtype, held: torch.dtype) -> bool:
