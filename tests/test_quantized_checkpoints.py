@@ -500,6 +500,27 @@ def test_modules_that_a_checkpoint_leaves_dense_stay_so(checkpoint: Path) -> Non
 
 
 @holds_8_bits
+def test_parts_that_are_multiplied_together_and_not_quantized_alike_are_expanded(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, dense = quantize_checkpoint(checkpoint, LAYOUTS["FBGEMM"]), torch.randn(64, 64)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{Q}.weight_scale"]
+        tensors[f"{Q}.weight"] = dense
+
+    edit_tensors(checkpoint, change)
+    with caplog.at_level(logging.INFO):
+        loaded = load(ModelSource(model=str(checkpoint)))
+    first, other = (layer.attention.qkv_proj.weight for layer in loaded.model.layers)
+    k, v = (expected[Q.replace("q_proj", f"{name}_proj") + ".weight"] for name in "kv")
+    assert torch.equal(unpack(first), torch.cat((dense, k, v)))
+    assert isinstance(first, Tensor) and isinstance(other, QuantizedWeight)
+    of_keys, of_values = (f"model.layers.0.self_attn.{name}_proj" for name in "kv")
+    assert f"{of_keys}, {of_values} are expanded on loading" in caplog.text
+
+
+@holds_8_bits
 def test_a_head_that_a_checkpoint_quantizes_is_held_so_and_an_embedding_is_expanded(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -219,14 +219,3 @@ def test_numbers_of_8_bits_with_zero_points_may_not_fit(checkpoint: Path) -> Non
     quantize_checkpoint(checkpoint, Layout(pack=pack, config={**GPTQ, "bits": 8}, held=None))
     message = refusal(checkpoint)
     assert "must hold numbers that int8 holds, got -" in message and "symmetrically, or to 4 bits" in message
-
-
-@holds_8_bits
-def test_parts_that_are_multiplied_together_are_quantized_alike(checkpoint: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[f"{Q}.weight_scale"]
-        tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].float()
-
-    message = broken(checkpoint, "FBGEMM", change)
-    assert message.startswith(f"model.model={checkpoint}: self_attn.q_proj and self_attn.k_proj and ")
-    assert "must be quantized alike, got self_attn.q_proj dense, self_attn.k_proj fp8, self_attn.v_proj fp8" in message

@@ -23,7 +23,7 @@ from runner.engine.mixer import RecurrentMixer
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, add, head_logits, scale_rows, take_rows
 from runner.engine.per_layer_inputs import PerLayerInputs
-from runner.engine.quantization import Quantization
+from runner.engine.quantization import Quantization, within
 from runner.engine.rope import RopeKey, RopeRows
 from runner.engine.shard import Shard
 
@@ -46,9 +46,9 @@ class Decoder:
         self.max_model_len = max_model_len
         # Whole in every rank, as is the head where its rows cannot be shared: all ranks draw from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
-        held = by_layer(quantization or {}, arch.num_layers)
         self.layers = [
-            DecoderLayer(arch, index, shard, dtype, quantization=held[index]) for index in range(arch.num_layers)
+            DecoderLayer(arch, index, shard, dtype, quantization=within(quantization, LAYER.format(index)))
+            for index in range(arch.num_layers)
         ]
         # What norms embeddings on their way into the first layer; heads see those of the table.
         self.input_norm = RMSNorm.by_no_weights(arch.hidden_size, arch.rms_norm_eps) if arch.is_input_normed else None
@@ -274,11 +274,3 @@ LAYER = "model.layers.{}."  # before the names of a layer's tensors
 def constant(number: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
     """[] float32, the number of dtype that is next to it; on the CPU whatever the weights are on."""
     return None if number is None else torch.tensor(number, dtype=dtype, device="cpu").float()
-
-
-def by_layer(quantization: Quantization, num_layers: int) -> list[Quantization]:
-    """Of each layer, by names within it."""
-    return [
-        {name.removeprefix(prefix): storage for name, storage in quantization.items() if name.startswith(prefix)}
-        for prefix in map(LAYER.format, range(num_layers))
-    ]

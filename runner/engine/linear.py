@@ -15,7 +15,7 @@ import torch
 from kernels.cpu.panels import Change, Weight, unpacked
 from kernels.quantized_weight import QuantizedWeight, block_columns, empty_numbers, num_groups
 from runner.engine.backend import runs_kernels
-from runner.engine.errors import UserError, first_of
+from runner.engine.errors import UserError
 from runner.engine.operations import Rows, linear, linear_in_parts
 from runner.engine.quantization import SMALLEST_GROUP, Quantization, Storage
 from runner.engine.shard import Shard
@@ -34,6 +34,12 @@ class WeightTarget:
     @property
     def shape(self) -> torch.Size:
         return self.view.shape if self.quantized is None else self.quantized.shape
+
+    @property
+    def nbytes(self) -> int:
+        """In memory, of a quantized weight with its scales."""
+        parts = [self.view] if self.quantized is None else self.quantized.tensors.values()
+        return sum(part.nbytes for part in parts)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """With a dense tensor of the checkpoint, of the view's shape."""
@@ -66,7 +72,7 @@ def empty_weight(out_features: int, in_features: int, dtype: torch.dtype, storag
     )
 
 
-def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightTarget:
+def weight_target(weight: Weight, rows: slice = slice(None), shard_dim: int | None = None) -> WeightTarget:
     """For the checkpoint's matrix that fills these rows."""
     if isinstance(weight, QuantizedWeight):
         own = weight.rows(rows)
@@ -77,19 +83,12 @@ def weight_target(weight: Weight, rows: slice, shard_dim: int | None) -> WeightT
 def shared_storage(names: Sequence[str], quantization: Quantization | None) -> Storage | None:
     """How matrices that are multiplied together are held: with zero points if any of them has some.
 
-    Raises:
-        UserError: not all of them alike.
+    Dense, where not all of them are quantized alike.
     """
     storages = [(quantization or {}).get(name) for name in names]
     has_zeros = any(storage is not None and storage.has_zeros for storage in storages)
     together = [None if storage is None else replace(storage, has_zeros=has_zeros) for storage in storages]
-    if any(storage != together[0] for storage in together):
-        held = [f"{name} {storage or 'dense'}" for name, storage in zip(names, storages, strict=True)]
-        raise UserError(
-            f"{' and '.join(names) if len(names) < 4 else first_of(list(names))} are multiplied together and must be "
-            f"quantized alike, got {first_of(held)}; choose a checkpoint that quantizes all of them or none"
-        )
-    return together[0]
+    return together[0] if all(storage == together[0] for storage in together) else None
 
 
 def split_inputs(in_features: int, name: str, storage: Storage | None, shard: Shard) -> tuple[int, Storage | None]:

@@ -16,14 +16,20 @@ from runner.engine.backend import multiplies_quantized, runs_kernels
 from runner.engine.checkpoint import ModelSource, load_config, read_tensors, stated_quantization
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
-from runner.engine.errors import UserError, first_of
+from runner.engine.errors import UserError
 from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
 from runner.engine.memory import making_weights, model_remedy, require_memory
-from runner.engine.quantization import Quantization, Storage, held_weights, read_scheme
+from runner.engine.quantization import Quantization, Storage, held_weights
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import (
+    can_hold_quantized,
+    in_their_order,
+    quantization_of_dummy,
+    tell_expanded,
+)
 from runner.engine.transformers_loader import load_with_transformers
 from runner.engine.transformers_model import TransformersModel
 from runner.engine.transformers_support import require_supported
@@ -76,7 +82,8 @@ def load_model(
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
     with torch.device("meta"), _naming(source), making_weights(f"{source.name}={source.model}"):
         product_names = shape().product_names
-    quantization = _find_quantization(product_names, arch, source, device)
+    found = _stored_quantization(product_names, arch, source)
+    quantization = _held_quantization(found, product_names, arch, source, device)
     with torch.device("meta"), _naming(source):
         num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
     smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_quantized(device) else ""
@@ -89,6 +96,7 @@ def load_model(
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, config, source, shard)
+    tell_expanded((f"{name}.weight" for name in found), decoder.weight_targets(), source)
     return LoadedModel(
         source=source,
         model=decoder,
@@ -168,7 +176,7 @@ def _load_through_transformers(
     logger.info("%s: %s runs through transformers' own modelling code", source.model, config.model_type)
     model = load_with_transformers(source, config, device=device, dtype=dtype, max_model_len=max_model_len)
     held = None
-    if source.quantization is not None and _can_hold_quantized(source, device):
+    if source.quantization is not None and can_hold_quantized(source, device):
         held = source.quantization
         model.hold_in_8_bits(held, with_head=source.quantizes_head)
     return LoadedModel(
@@ -190,44 +198,33 @@ def _naming(source: ModelSource) -> Iterator[None]:
         raise UserError(f"{source.name}={source.model}: {error}") from error
 
 
-def _can_hold_quantized(source: ModelSource, device: torch.device) -> bool:
-    if multiplies_quantized(device):
-        return True
-    logger.warning("%s: no kernel here multiplies by quantized weights; they are expanded", source.model)
-    return False
+def _stored_quantization(product_names: Sequence[str], arch: Architecture, source: ModelSource) -> Quantization:
+    """Which weights the checkpoint has in 8 or 4 bits, by their modules, those too that kernels do not multiply by.
+
+    Raises:
+        UserError: a quantization_config that is not read.
+    """
+    if source.is_dummy:
+        return quantization_of_dummy(source, [name.removesuffix(".weight") for name in product_names], arch)
+    if stated_quantization(source) is None:
+        return {}
+    tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
+    found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
+    return {name.removesuffix(".weight"): storage for name, storage in found.items()}
 
 
-def _find_quantization(
-    product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
+def _held_quantization(
+    found: Quantization, product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
 ) -> Quantization:
     """Which of the weights that a decoder's layers multiply by are held in 8 or 4 bits.
 
     Raises:
-        UserError: a quantization_config that is not read, or the checkpoint is quantized in another way than asked for.
+        UserError: the checkpoint is quantized in another way than asked for.
     """
-    of = f"{source.name}={source.model}"
     products = [name.removesuffix(".weight") for name in product_names]
     modules = products if arch.tie_word_embeddings else [*products, HEAD]  # a tied head is not read
     wanted = [*products, HEAD] if source.quantizes_head else products
-    stated, found = stated_quantization(source), dict[str, Storage]()
-    if stated is not None:
-        if source.is_dummy:
-            scheme = read_scheme(stated, of, source.quantization_option)
-            of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
-            packed = [name for name in products if of_experts in name]
-            found = dict.fromkeys(packed, scheme.storage)
-        else:
-            tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
-            found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
-            found = {name.removesuffix(".weight"): storage for name, storage in found.items()}
-    if arch.head_orders:  # queries and keys are expanded, and so is what is multiplied with them
-        reordered = tuple(f".{name}" for name in arch.beside_heads)
-        found = {name: storage for name, storage in found.items() if not name.endswith(reordered)}
-    numbers = source.quantization
+    numbers, of = source.quantization, f"{source.name}={source.model}"
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
-    held = held_weights(modules, found, asked, of, source.quantization_option)
-    if held and not _can_hold_quantized(source, device):
-        return {}
-    if expanded := [name for name in found if name not in held]:
-        logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))
-    return held
+    held = held_weights(modules, in_their_order(found, arch), asked, of, source.quantization_option)
+    return held if not held or can_hold_quantized(source, device) else {}

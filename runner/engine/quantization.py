@@ -203,3 +203,9 @@ def held_weights(
                 f"leave {option} null, or choose the unquantized checkpoint"
             )
     return {name: Storage(kind=kind) for name, kind in wanted.items()} | held
+
+
+def within(quantization: Quantization | None, prefix: str) -> Quantization:
+    """Of the modules of a part, by what their names have behind its own; None: all are dense."""
+    own = (quantization or {}).items()
+    return {name.removeprefix(prefix): storage for name, storage in own if name.startswith(prefix)}

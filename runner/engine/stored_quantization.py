@@ -1,0 +1,96 @@
+"""Which weights are held in the quantization that their checkpoint has them in, by what kernels multiply by here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from runner.engine.architecture import Architecture
+from runner.engine.backend import multiplies_quantized
+from runner.engine.checkpoint import ModelSource, stated_quantization
+from runner.engine.errors import first_of
+from runner.engine.layers import DecoderLayer
+from runner.engine.linear import WeightTarget
+from runner.engine.quantization import Quantization, read_scheme
+from runner.engine.quantized_tensors import QuantizedTensor
+from runner.engine.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+
+def can_hold_quantized(source: ModelSource, device: torch.device) -> bool:
+    if multiplies_quantized(device):
+        return True
+    logger.warning("%s: no kernel here multiplies by quantized weights; they are expanded", source.model)
+    return False
+
+
+def tell_expanded(found: Iterable[str], targets: Mapping[str, WeightTarget], source: ModelSource) -> None:
+    """Log which of a checkpoint's quantized weights, by their names, went to dense ones."""
+    modules = {name.removesuffix(".weight"): targets[name] for name in found if name in targets}
+    expanded = [name for name, target in modules.items() if target.quantized is None]
+    if expanded:
+        logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))
+
+
+def quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
+    """Of all products of layers, by their modules, or of experts' alone, as its config says.
+
+    Raises:
+        UserError: a quantization_config that is not read.
+    """
+    stated = stated_quantization(source)
+    if stated is None:
+        return {}
+    scheme = read_scheme(stated, f"{source.name}={source.model}", source.quantization_option)
+    of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
+    return dict.fromkeys((name for name in products if of_experts in name), scheme.storage)
+
+
+def in_their_order(found: Quantization, arch: Architecture) -> Quantization:
+    """Without queries and keys whose heads are reordered, which is done expanded, and what is multiplied with them."""
+    if not arch.head_orders:
+        return found
+    reordered = tuple(f".{name}" for name in arch.beside_heads)
+    return {name: storage for name, storage in found.items() if not name.endswith(reordered)}
+
+
+def quantization_of_head(
+    tensors: Mapping[str, Any],  # of the head, by names of its own
+    source: ModelSource,
+    device: torch.device,
+    *,
+    arch: Architecture | None,  # of its layers; None: they are not ours
+    layer: str = "layers.{}.",  # before the names of a layer's tensors
+    repeated: Mapping[str, str] | None = None,  # as fill_head takes it
+) -> Quantization:
+    """Which of its weights a draft head holds quantized, by their modules; what it does not multiply by it expands.
+
+    Raises:
+        UserError: as quantization_of_dummy, of dummies.
+    """
+    if source.is_dummy:
+        found = (
+            {} if arch is None else in_their_order(quantization_of_dummy(source, _products(arch, layer), arch), arch)
+        )
+    else:
+        of_places = {**{name: name for name in tensors}, **(repeated or {})}
+        stored = {place: tensors.get(name) for place, name in of_places.items()}
+        found = {
+            place.removesuffix(".weight"): tensor.storage
+            for place, tensor in stored.items()
+            if isinstance(tensor, QuantizedTensor)
+        }
+    held = {name: storage for name, storage in found.items() if storage.is_multiplied}
+    return held if not held or can_hold_quantized(source, device) else {}
+
+
+def _products(arch: Architecture, layer: str) -> list[str]:
+    """The modules of what layers multiply by."""
+    with torch.device("meta"):
+        layers = [DecoderLayer(arch, index, Shard(), torch.float32) for index in range(arch.num_layers)]
+    names = [layer.format(index) + name for index, own in enumerate(layers) for name in own.product_names]
+    return [name.removesuffix(".weight") for name in names]
