@@ -65,7 +65,8 @@ def _dflash(target: Mapping[str, Any]) -> dict[str, Any]:
     num_layers = target["num_hidden_layers"]
     plain = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     return {
-        **{key: value for key, value in target.items() if key != "tie_word_embeddings"},
+        # Dense: make_fair writes to its layers.
+        **{key: value for key, value in target.items() if key not in ("tie_word_embeddings", "quantization_config")},
         **({} if "architectures" in target else plain),
         "num_hidden_layers": 2,
         "num_target_layers": num_layers,

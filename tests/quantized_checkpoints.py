@@ -28,6 +28,7 @@ holds_8_bits = pytest.mark.skipif(not multiplies_and_adds(), reason="this machin
 
 FLOAT8 = torch.float8_e4m3fn
 GROUP = 32
+SMALLEST_SCALE = 2.0**-23  # of a row that is 0
 Packed = tuple[dict[str, Tensor], Tensor]  # what a module's tensors are called and hold, and its dense weight
 
 
@@ -59,8 +60,8 @@ def per_tensor(
 
 
 def per_output(weight: Tensor, _generator: torch.Generator) -> Packed:
-    """bfloat16 scales, as llm-compressor writes them."""
-    scales = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
+    """bfloat16 scales, as llm-compressor writes them, which are never 0."""
+    scales = (weight.abs().amax(dim=1, keepdim=True) / 448).clamp(min=SMALLEST_SCALE).bfloat16()
     numbers = float8(weight, scales.float())
     return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
 
@@ -322,13 +323,15 @@ LAYOUTS = {
 }
 
 
-def quantize_checkpoint(directory: Path, layout: Layout) -> dict[str, Tensor]:
+def quantize_checkpoint(
+    directory: Path, layout: Layout, modules: str = r"_proj(_qkvz?|_z|_with_mqa)?$"
+) -> dict[str, Tensor]:
     """Rewrite what the layers of a dense checkpoint multiply by; the dense tensors that it stands for now."""
     file, generator = directory / "model.safetensors", torch.Generator().manual_seed(0)
     tensors, dense = dict[str, Tensor](), load_file(file)
     for name, tensor in list(dense.items()):
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or not re.search(r"_proj(_qkvz?|_z|_with_mqa)?$", module):
+        if kind != "weight" or not re.search(modules, module):
             tensors[name] = tensor
             continue
         pack = layout.pack_mlp if layout.pack_mlp is not None and ".mlp." in module else layout.pack

@@ -30,7 +30,6 @@ from tests.one_pass_reference import (
     reference_logits,
 )
 from tests.one_pass_reference import save_target as save
-from tests.quantized_checkpoints import nvfp4
 from tests.test_dflash import (
     LAYERS,
     NUM_DRAFTED,
@@ -232,32 +231,25 @@ def test_every_guess_has_the_logits_of_a_rewrite_behind_the_guess_before(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """From its own cache: the context in chunks, after every way to accept, after preemption, over blocks' scratch."""
-    method = {"method": "dspark", "model": save_head(tmp_path / "head", *LAYOUTS[layout]), "num_speculative_tokens": 5}
+    check_passes(target, monkeypatch, layout, save_head(tmp_path / "head", *LAYOUTS[layout]))
+
+
+def check_passes(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    head: str,  # its directory
+    agree: Callable[[Tensor, Tensor, Tensor], None] = assert_as_accurate,
+) -> None:
+    method = {"method": "dspark", "model": head, "num_speculative_tokens": 5}
     passes, _ = passes_of_a_run(target, monkeypatch, method)
     assert len(passes) > 20 and {1, 5} < {len(one.drafted) for one in passes}
     theirs = reference_logits(Reference, layout, target.model, passes)
     with KeepFloat64():
         exact = reference_logits(Reference, layout, in_float64(target.model), passes)
     ours, is_drafted = torch.cat([one.logits for one in passes]), torch.cat(exact).isfinite()
-    assert_as_accurate(ours[is_drafted], torch.cat(theirs)[is_drafted], torch.cat(exact)[is_drafted])
+    agree(ours[is_drafted], torch.cat(theirs)[is_drafted], torch.cat(exact)[is_drafted])
     assert [one.drafted for one in passes] == [rows.argmax(dim=-1).tolist() for rows in exact]
-
-
-def test_a_head_in_nvfp4_is_the_dense_one_that_it_stands_for(target: Target, tmp_path: Path) -> None:
-    """NVIDIA's projection of states and MLPs; ModelOpt writes the config of a quantization in few words, too."""
-    config, given = LAYOUTS["NVIDIA"]
-    dense, packed, generator = dict(given), dict(given), torch.Generator()
-    for name in [name for name in dense if name == "fc.weight" or ".mlp." in name]:
-        parts, dense[name] = nvfp4(packed.pop(name), generator)
-        packed |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-    quantized = {**config, "quantization_config": {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None}}
-    sources = (
-        ModelSource(model=save_head(tmp_path / name, *own), name="method.model")
-        for name, own in (("packed", (quantized, packed)), ("dense", (config, dense)))
-    )
-    found, expected = (load_dspark_head(own, context_of(target), None, None).weight_targets() for own in sources)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view, own.view) for name, own in expected.items())
 
 
 @pytest.mark.parametrize(

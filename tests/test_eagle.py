@@ -348,10 +348,16 @@ def test_every_draft_is_the_one_of_a_whole_recompute_in_float64(
     head = make_head(layout, model, tmp_path / "head")
     llm = engine(directory, tmp_path / "head", layout.method, enforce_eager=True, **SCHEDULES[schedule])
     drafted, requests = record(llm, monkeypatch)()
+    check_drafts(layout, model, head, drafted, requests)
     if schedule == "no drafts at first":
         last = [len(step.token_ids) for step in drafted if step.request is requests[-1]]
         assert min(last) > requests[-1].num_prompt_tokens + MAX_STEPS_BEHIND + 1
     assert any(request.num_preemptions for request in requests) == ("few blocks" in schedule)
+
+
+def check_drafts(
+    layout: Layout, model: Any, head: ReferenceHead, drafted: Sequence[Drafted], requests: Sequence[Request]
+) -> None:
     exact_model = in_float64(model)
     rows: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": [], "exact": []}
     kept = {request.request_id: request.tokens_between(0, request.num_tokens) for request in requests}

@@ -77,7 +77,10 @@ def draft_logits(head: MtpHead, token_ids: list[int], states: torch.Tensor, draf
 def test_logits_of_draft_steps_are_as_accurate_as_the_layouts_own_forward(
     layout: str, model_type: str, written: Any
 ) -> None:
-    found = written(layout, model_type)
+    check_logits(written(layout, model_type))
+
+
+def check_logits(found: Written) -> None:
     token_ids = random_sequences(VOCAB_SIZE, ((40, 0),))[0].prompt
     states = found.reference(torch.float32).states(token_ids)
     with KeepFloat64():
@@ -91,7 +94,10 @@ def test_logits_of_draft_steps_are_as_accurate_as_the_layouts_own_forward(
 def test_the_engine_drafts_what_the_layouts_own_forward_does_and_says_what_the_target_says_alone(
     layout: str, model_type: str, written: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = written(layout, model_type)
+    check_drafts(written(layout, model_type), monkeypatch)
+
+
+def check_drafts(found: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32}
     prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (50, 0), (1, 0)))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

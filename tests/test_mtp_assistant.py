@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from runner.llm import LLM, SamplingParams
 from tests.assistant_checkpoints import CLUSTERS, TARGETS, VOCAB_SIZE, Step, Written, write
 from tests.conftest import complete
 from tests.emulated_device import EmulatedDevice
+from tests.quantized_checkpoints import LAYOUTS as QUANTIZED
+from tests.quantized_checkpoints import holds_8_bits, quantize_checkpoint
 from tests.test_mtp import record_drafts
 from tests.test_whole_steps import GREEDY, Traffic, assert_same_steps, play
 from tests.transformers_reference import (
@@ -109,6 +112,19 @@ def draft_steps(found: Written, token_ids: list[int], steps: list[Step]) -> tupl
     assert all(map(torch.equal, before, target.cache.layers)), "what the target has cached is its own"
     rows, tile = runner.in_tiles(output)
     return head.logits(rows, tile)[: len(steps)], output[:, : head.state_size]
+
+
+@holds_8_bits
+def test_a_drafter_in_fp8_is_held_so(written: Any, tmp_path: Path) -> None:
+    """But for its projection to the vocabulary, of which one of clusters is looked up in."""
+    found = written("shared", "clusters")
+    packed = Path(shutil.copytree(found.assistant, tmp_path / "packed"))
+    expected = quantize_checkpoint(packed, QUANTIZED["float-quantized, outputs"], r"(_proj|_projection|embed_tokens)$")
+    targets = load_assistant(load(ModelSource(model=str(found.target))), packed).weight_targets()
+    held = {name: own.quantized.dense() for name, own in targets.items() if own.quantized is not None}
+    assert {"pre_projection.weight", "post_projection.weight", "model.layers.0.mlp.down_proj.weight"} <= held.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & held.keys()
 
 
 @EVERY_PAIR

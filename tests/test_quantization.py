@@ -198,7 +198,9 @@ def test_bfloat16_keeps_the_promise_too(engines: Engines) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "method", [None, {"method": "draft_model", "num_speculative_tokens": 2}], ids=["none", "draft"]
+    "method",
+    [None, *({"method": method, "num_speculative_tokens": 2} for method in ("draft_model", "eagle"))],
+    ids=["none", "draft", "head"],
 )
 def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     method: dict[str, Any] | None, way: str, engines: Engines, emulated_gpu: EmulatedDevice

@@ -22,6 +22,7 @@ from runner.engine.layers import DecoderLayer, add_output
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.mlp import NoMLP
 from runner.engine.operations import Rows
+from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 
@@ -50,9 +51,11 @@ class BlockConvolutions:
 
 
 class ConvolvedLayer(DecoderLayer):
-    def __init__(self, arch: Architecture, layer: int, dtype: torch.dtype, **sizes: int) -> None:
-        """sizes: of BlockConvolutions."""
-        super().__init__(arch, layer, Shard(), dtype)
+    def __init__(
+        self, arch: Architecture, layer: int, dtype: torch.dtype, *, quantization: Quantization, **sizes: int
+    ) -> None:
+        """quantization: as DecoderLayer's, whose products it is of; sizes: of BlockConvolutions."""
+        super().__init__(arch, layer, Shard(), dtype, quantization=quantization)
         self.attention_conv, self.mlp_conv = (
             BlockConvolutions(arch.hidden_size, dtype=dtype, **sizes) for _ in range(2)
         )

@@ -19,7 +19,7 @@ from proposers.base import ProposerContext
 from proposers.heads.dflash_config import CAP, DFlashConfig, read_dflash_config, require_cap_of_target, with_cap
 from proposers.heads.fused_qkv import split_qkv
 from proposers.heads.head_sizes import longest_text
-from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
+from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LAYER, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -32,7 +32,9 @@ from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows
+from runner.engine.quantization import Quantization, within
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import quantization_of_head
 
 MASK_EMBEDDING = "mask_embedding.pt"
 OLDER_PREFIX = "logit_head."  # of what some of SpecForge's have beside a block
@@ -53,6 +55,7 @@ class DFlashHead(LayeredHead):
         max_model_len: int,
         dtype: torch.dtype,
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
+        quantization: Quantization | None = None,  # as LayeredHead's
     ) -> None:
         arch, shard = config.arch, Shard()
         super().__init__(
@@ -62,20 +65,26 @@ class DFlashHead(LayeredHead):
             max_model_len=max_model_len,
             dtype=dtype,
             own=own,
+            quantization=quantization,
         )
         self.config = config
         width, tapped = arch.hidden_size, len(config.tap_layers) * target.model.hidden_size
-        self.fc = ColumnParallelLinear(tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype)
+        self.fc = ColumnParallelLinear(
+            tapped, {"fc": width}, bias=False, shard=shard, dtype=dtype, quantization=quantization
+        )
         self.hidden_norm = RMSNorm.of(arch, dtype)
-        self.layers = [self.new_layer(config, index, dtype) for index in range(arch.num_layers)]
+        self.layers = [
+            self.new_layer(config, index, dtype, within(quantization, LAYER.format(index)))
+            for index in range(arch.num_layers)
+        ]
         for layer, is_causal in zip(self.layers, config.causal_layers, strict=True):
             layer.attention.is_causal = is_causal
         self.norm = RMSNorm.of(arch, dtype)
         self._rope = self.layers[0].attention.rope(config.hf_config, max_model_len)
 
-    def new_layer(self, config: Any, index: int, dtype: torch.dtype) -> DecoderLayer:
-        """config: the head's own."""
-        return DecoderLayer(config.arch, index, Shard(), dtype)
+    def new_layer(self, config: Any, index: int, dtype: torch.dtype, quantization: Quantization) -> DecoderLayer:
+        """config: the head's own; quantization: by names within the layer."""
+        return DecoderLayer(config.arch, index, Shard(), dtype, quantization=quantization)
 
     def write_context(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKVCache) -> None:
         """states: the target's, [num_rows, num_taps * hidden], of the tokens at the launch's positions."""
@@ -161,6 +170,11 @@ def fill_block_head(
         own = needed | ({EMBEDDING, LM_HEAD, DRAFT_TO_TARGET} & tensors.keys())
     if LM_HEAD not in own:
         require_cap_of_target(config, source, target)
+    for name, tensor in tensors.items():
+        if (order := order_of(name, tensor.shape[0], config.arch.head_orders)) is not None:
+            tensors[name] = reordered(tensor[...], order)
+    repeated = config.arch.keys_of_values
+    quantization = quantization_of_head(tensors, source, context.device, arch=config.arch, repeated=repeated)
     with torch.device(context.device):
         head = head_class(
             config,
@@ -168,11 +182,9 @@ def fill_block_head(
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             own=own,
+            quantization=quantization,
         )
-    for name in tensors:
-        if (order := order_of(name, len(tensors[name]), config.arch.head_orders)) is not None:
-            tensors[name] = reordered(tensors[name], order)
-    fill_head(head.weight_targets(), tensors, source, what, config.arch.keys_of_values)
+    fill_head(head.weight_targets(), tensors, source, what, repeated)
     head.find_known_tokens(marks, source)
     return head
 

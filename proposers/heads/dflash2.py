@@ -20,6 +20,7 @@ from proposers.heads.sequential import SequentialBlockHead
 from runner.engine.checkpoint import ModelSource
 from runner.engine.linear import WeightTarget
 from runner.engine.operations import head_logits, take_rows
+from runner.engine.quantization import Quantization
 
 
 class DFlash2Head(SequentialBlockHead):
@@ -39,8 +40,11 @@ class DFlash2Head(SequentialBlockHead):
             dtype=dtype,
         )
 
-    def new_layer(self, config: DFlash2Config, index: int, dtype: torch.dtype) -> ConvolvedLayer:
-        return ConvolvedLayer(config.arch, index, dtype, num_taps=config.num_taps, group_size=config.group_size)
+    def new_layer(
+        self, config: DFlash2Config, index: int, dtype: torch.dtype, quantization: Quantization
+    ) -> ConvolvedLayer:
+        sizes = {"num_taps": config.num_taps, "group_size": config.group_size}
+        return ConvolvedLayer(config.arch, index, dtype, quantization=quantization, **sizes)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         table = self.target.embed_tokens if self.embed_tokens is None else self.embed_tokens

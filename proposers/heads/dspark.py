@@ -18,13 +18,23 @@ from proposers.heads.markov import MarkovHead
 from proposers.heads.sequential import SequentialBlockHead
 from runner.engine.checkpoint import ModelSource
 from runner.engine.linear import WeightTarget
+from runner.engine.quantization import Quantization, within
+
+MARKOV = "markov_head."  # before the names of the sequential head's tensors
 
 
 class DSparkHead(SequentialBlockHead):
     sequel: MarkovHead
 
-    def __init__(self, config: DSparkConfig, *arguments: Any, dtype: torch.dtype, **keys: Any) -> None:
-        super().__init__(config, *arguments, dtype=dtype, **keys)
+    def __init__(
+        self,
+        config: DSparkConfig,
+        *arguments: Any,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+        **keys: Any,
+    ) -> None:
+        super().__init__(config, *arguments, dtype=dtype, quantization=quantization, **keys)
         self.sequel = MarkovHead(
             config.markov_head_type,
             rank=config.markov_rank,
@@ -32,6 +42,7 @@ class DSparkHead(SequentialBlockHead):
             vocab_size=config.arch.vocab_size,
             draft_vocab_size=config.draft_vocab_size,
             dtype=dtype,
+            quantization=within(quantization, MARKOV),
         )
         # Of the confidence head: a weight for each part of its input, and one more.
         self.confidence: torch.Tensor | None = None
@@ -40,7 +51,7 @@ class DSparkHead(SequentialBlockHead):
             self.confidence = torch.empty(width + 1, dtype=dtype)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        targets = super().weight_targets() | self.sequel.weight_targets("markov_head.")
+        targets = super().weight_targets() | self.sequel.weight_targets(MARKOV)
         if self.confidence is not None:
             targets["confidence_head.proj.weight"] = WeightTarget(view=self.confidence[:-1].unsqueeze(0))
             targets["confidence_head.proj.bias"] = WeightTarget(view=self.confidence[-1:])

@@ -16,7 +16,7 @@ import torch
 from proposers.base import ProposerContext
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
-from proposers.heads.layered_head import EMBEDDING, LM_HEAD, LayeredHead
+from proposers.heads.layered_head import EMBEDDING, LAYER, LM_HEAD, LayeredHead
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
@@ -28,7 +28,9 @@ from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.operations import Rows, add, beside
+from runner.engine.quantization import Quantization, within
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import quantization_of_head
 
 
 class EagleHead(LayeredHead):
@@ -45,13 +47,31 @@ class EagleHead(LayeredHead):
         dtype: torch.dtype,
         has_bias: bool,  # of fc
         own: Collection[str],  # which of EMBEDDING and LM_HEAD the head brings
+        quantization: Quantization | None = None,  # as LayeredHead's
     ) -> None:
-        vocab_size = arch.vocab_size
-        super().__init__(arch, target, draft_vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype, own=own)
+        super().__init__(
+            arch,
+            target,
+            draft_vocab_size=arch.vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            own=own,
+            quantization=quantization,
+        )
         shard, size = Shard(), arch.hidden_size
-        self.fc = ColumnParallelLinear(2 * size, {"fc": size}, bias=has_bias, shard=shard, dtype=dtype)
+        self.fc = ColumnParallelLinear(
+            2 * size, {"fc": size}, bias=has_bias, shard=shard, dtype=dtype, quantization=quantization
+        )
         self.layers = [
-            DecoderLayer(arch, index, shard, dtype, has_input_norm=index > 0) for index in range(arch.num_layers)
+            DecoderLayer(
+                arch,
+                index,
+                shard,
+                dtype,
+                has_input_norm=index > 0,
+                quantization=within(quantization, LAYER.format(index)),
+            )
+            for index in range(arch.num_layers)
         ]
         self._rope = self.layers[0].attention.rope(hf_config, max_model_len)
 
@@ -93,15 +113,18 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
         for name, tensor in read_head_tensors(source).items()
         if not name.endswith("rotary_emb.inv_freq")  # derived from the config
     }
+    arch = with_biases_of(arch, tensors) if tensors else arch
+    quantization = quantization_of_head(tensors, source, context.device, arch=arch)
     with torch.device(context.device):
         head = EagleHead(
-            with_biases_of(arch, tensors) if tensors else arch,
+            arch,
             config,
             context.target,
             max_model_len=longest_text(source, config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             has_bias=bool(values.get("bias", "fc.bias" in tensors)),
             own={EMBEDDING, LM_HEAD} & tensors.keys(),
+            quantization=quantization,
         )
     fill_head(head.weight_targets(), tensors, source, "an EAGLE head")
     return head

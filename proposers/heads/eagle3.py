@@ -19,18 +19,20 @@ from proposers.heads.eagle3_config import Eagle3Config, read_eagle3_config
 from proposers.heads.eagle_layer import with_biases_of
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text, require_target_sizes
-from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
+from proposers.heads.layered_head import DRAFT_TO_TARGET, EMBEDDING, LAYER, LM_HEAD, TARGET_TO_DRAFT, LayeredHead
 from runner.engine.backend import runs_kernels
 from runner.engine.checkpoint import ModelSource
 from runner.engine.forward_batch import ForwardBatch
-from runner.engine.head_checkpoint import fill_head, read_head_config, read_head_tensors
+from runner.engine.head_checkpoint import HeadTensor, fill_head, read_head_config, read_head_tensors
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
+from runner.engine.quantization import Quantization, within
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import quantization_of_head
 
 MASK_HIDDEN = "mask_hidden"
 
@@ -44,6 +46,7 @@ class Eagle3Head(LayeredHead):
         max_model_len: int,
         dtype: torch.dtype,
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
+        quantization: Quantization | None = None,  # as LayeredHead's
     ) -> None:
         arch, shard = config.arch, Shard()
         super().__init__(
@@ -53,13 +56,16 @@ class Eagle3Head(LayeredHead):
             max_model_len=max_model_len,
             dtype=dtype,
             own=own,
+            quantization=quantization,
         )
         size, num_taps = arch.hidden_size, len(config.tap_layers)
         self.tap_layers = config.tap_layers
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         tapped = config.target_hidden_size
         self.fc = (
-            ColumnParallelLinear(num_taps * tapped, {"fc": size}, bias=False, shard=shard, dtype=dtype)
+            ColumnParallelLinear(
+                num_taps * tapped, {"fc": size}, bias=False, shard=shard, dtype=dtype, quantization=quantization
+            )
             if config.has_fc
             else None
         )
@@ -69,7 +75,14 @@ class Eagle3Head(LayeredHead):
         self.fc_norms = [RMSNorm.of(arch, dtype, tapped) for _ in range(num_taps)] if config.fc_norm else []
         self.hidden_norm = RMSNorm.of(arch, dtype)
         self.layers = [
-            DecoderLayer(arch, index, shard, dtype, in_features=2 * size if index == 0 else None)
+            DecoderLayer(
+                arch,
+                index,
+                shard,
+                dtype,
+                in_features=2 * size if index == 0 else None,
+                quantization=within(quantization, LAYER.format(index)),
+            )
             for index in range(arch.num_layers)
         ]
         self.norm = RMSNorm.of(arch, dtype)
@@ -151,6 +164,8 @@ def load_eagle3_head(
     marks = tensors.pop(TARGET_TO_DRAFT, None)
     if tensors:
         config = replace(config, arch=with_biases_of(config.arch, tensors))
+    repeated = config.arch.keys_of_values
+    quantization = quantization_of_head(tensors, source, context.device, arch=config.arch, repeated=repeated)
     with torch.device(context.device):
         head = Eagle3Head(
             config,
@@ -158,15 +173,16 @@ def load_eagle3_head(
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             own=_own_tensors(config, {EMBEDDING, LM_HEAD} if source.is_dummy and config.brings_ends else tensors),
+            quantization=quantization,
         )
-    fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head", config.arch.keys_of_values)
+    fill_head(head.weight_targets(), tensors, source, "an EAGLE-3 head", repeated)
     head.find_known_tokens(marks, source)
     return head
 
 
-def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, torch.Tensor]:
+def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, HeadTensor]:
     """Tensors by speculators' names; SafeAILab calls the first layer midlayer, NeMo writes `model.` before them."""
-    tensors = {}
+    tensors = dict[str, HeadTensor]()
     has_one_vocabulary = config.draft_vocab_size == config.arch.vocab_size
     for written, tensor in read_head_tensors(source).items():
         name = written.removeprefix("model.")
@@ -175,7 +191,7 @@ def _read_tensors(source: ModelSource, config: Eagle3Config) -> dict[str, torch.
         own_name = name.removeprefix("midlayer.")
         # The mask's state is published with leading dimensions of one.
         tensors[name if own_name == name else f"layers.0.{own_name}"] = (
-            tensor.flatten() if name == MASK_HIDDEN else tensor
+            tensor[...].flatten() if name == MASK_HIDDEN else tensor
         )
     return tensors
 

@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.panels import Change, Weight, unpacked
+from kernels.cpu.panels import Change, Weight
 from proposers.heads.sequential import SequentialHead
-from runner.engine.linear import WeightTarget
+from runner.engine.linear import WeightTarget, empty_weight, weight_target
 from runner.engine.operations import head_logits, linear
+from runner.engine.quantization import Quantization
 
 KINDS = ("vanilla", "gated", "rnn")
 
 
 class MarkovHead(SequentialHead):
     def __init__(
-        self, kind: str, *, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int, dtype: torch.dtype
+        self,
+        kind: str,
+        *,
+        rank: int,
+        hidden_size: int,
+        vocab_size: int,
+        draft_vocab_size: int,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,  # of its products, by their modules; None: both are dense
     ) -> None:
         """kind: of KINDS. The token before is one of vocab_size, what is guessed one of draft_vocab_size."""
         self.kind, self.rank = kind, rank
         self.has_state = kind == "rnn"
         self.table = torch.empty(vocab_size, rank, dtype=dtype)
-        self.projection: Weight = torch.empty(draft_vocab_size, rank, dtype=dtype)
+        held = quantization or {}
+        self.projection: Weight = empty_weight(draft_vocab_size, rank, dtype, held.get("markov_w2"))
         num_mixed = {"vanilla": 0, "gated": 1, "rnn": 3}[kind]
         width = hidden_size + (2 if kind == "rnn" else 1) * rank
-        self.mixer: Weight | None = torch.empty(num_mixed * rank, width, dtype=dtype) if num_mixed else None
+        self._mixer_name = "joint_proj" if kind == "rnn" else "gate_proj"
+        self.mixer: Weight | None = (
+            empty_weight(num_mixed * rank, width, dtype, held.get(self._mixer_name)) if num_mixed else None
+        )
         self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
 
     def first_state(
@@ -88,11 +101,10 @@ class MarkovHead(SequentialHead):
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets = {
             f"{prefix}markov_w1.weight": WeightTarget(view=self.table),
-            f"{prefix}markov_w2.weight": WeightTarget(view=unpacked(self.projection)),
+            f"{prefix}markov_w2.weight": weight_target(self.projection),
         }
         if self.mixer is not None:
             assert self.mixer_bias is not None
-            name = "joint_proj" if self.kind == "rnn" else "gate_proj"
-            targets[f"{prefix}{name}.weight"] = WeightTarget(view=unpacked(self.mixer))
-            targets[f"{prefix}{name}.bias"] = WeightTarget(view=self.mixer_bias)
+            targets[f"{prefix}{self._mixer_name}.weight"] = weight_target(self.mixer)
+            targets[f"{prefix}{self._mixer_name}.bias"] = WeightTarget(view=self.mixer_bias)
         return targets

@@ -122,7 +122,7 @@ def load_medusa_heads(
 
 def _read(source: ModelSource) -> dict[str, torch.Tensor]:
     """The tensors by the shorter of the names that are about."""
-    tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in read_head_tensors(source).items()}
+    tensors = {re.sub(r"^medusa_heads?\.", "", name): own[...] for name, own in read_head_tensors(source).items()}
     if "lm_head.weight" in tensors and "lm_heads.0.weight" not in tensors:
         tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
     return tensors

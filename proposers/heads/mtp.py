@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.panels import Change, Weight, unpacked
+from kernels.cpu.panels import Change, Weight
 from proposers.base import ProposerContext
 from proposers.heads.embeddings import embeddings_of
 from proposers.heads.head_sizes import longest_text
-from proposers.heads.mtp_block import MtpBlock, OwnBlock, TransformersBlock
+from proposers.heads.mtp_block import MtpBlock, OwnBlock, TransformersBlock, block_architecture
 from proposers.heads.mtp_checkpoint import MtpTensors, describe_module, read_module
 from proposers.vocabularies.partial import KnownTokens
+from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.checkpoint import ModelSource
 from runner.engine.decoder import Decoder
@@ -31,12 +32,14 @@ from runner.engine.hidden_states import NORMED
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.layer_kinds import FULL, SLIDING
 from runner.engine.layers import DecoderLayer
-from runner.engine.linear import ColumnParallelLinear, WeightTarget
+from runner.engine.linear import ColumnParallelLinear, WeightTarget, empty_weight, weight_target
 from runner.engine.loader import LoadedModel
 from runner.engine.norm_operations import rms_norm_pair
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits
+from runner.engine.quantization import Quantization, within
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import quantization_of_head
 from runner.engine.transformers_model import TransformersModel
 
 
@@ -54,13 +57,19 @@ class MtpHead:
         norms_add_one: bool,  # to their weights
         max_model_len: int,
         dtype: torch.dtype,
+        quantization: Quantization | None = None,  # of what is not the block's, by modules; None: all is dense
     ) -> None:
         layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
         self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
         norm = partial(RMSNorm, size, rms_norm_eps, dtype, adds_one=norms_add_one)
         self.token_norm, self.hidden_norm = norm(), norm()
         self.projection = ColumnParallelLinear(
-            2 * size, {layout.projection.format(index=0): size}, bias=False, shard=Shard(), dtype=dtype
+            2 * size,
+            {layout.projection.format(index=0): size},
+            bias=False,
+            shard=Shard(),
+            dtype=dtype,
+            quantization=within(quantization, found.prefix),
         )
         if layout.final_norm is None:
             assert isinstance(target.model, Decoder), "others were refused"
@@ -68,7 +77,8 @@ class MtpHead:
         else:
             self.final_norm = norm()
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
-        self.lm_head: Weight | None = torch.empty(vocab_size, size, dtype=dtype) if found.own_head else None
+        held = (quantization or {}).get(found.own_head.removesuffix(".weight"))
+        self.lm_head: Weight | None = empty_weight(vocab_size, size, dtype, held) if found.own_head else None
         # Of the target's head, where lm_head becomes a copy of it (proposers/heads/quantized.py).
         self.logits_softcap: torch.Tensor | None = None
         self.logits_scale: torch.Tensor | None = None
@@ -124,9 +134,8 @@ class MtpHead:
         if self.embed_tokens is not None:
             targets[self._names.own_embedding] = WeightTarget(view=self.embed_tokens)
         if self.lm_head is not None:
-            targets[self._names.own_head] = WeightTarget(view=unpacked(self.lm_head))
-        block_prefix = prefix + layout.block.format(index=0)
-        return targets | self.projection.weight_targets(prefix) | self.block.weight_targets(block_prefix)
+            targets[self._names.own_head] = weight_target(self.lm_head)
+        return targets | self.projection.weight_targets(prefix) | self.block.weight_targets(self._names.block_prefix)
 
 
 def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: int | None) -> MtpHead:
@@ -141,10 +150,17 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
     found = read_module(source, module, target)
     length = longest_text(source, module.config, max_model_len, context.max_model_len)
     name = f"{source.name}={source.model}"
-    block: MtpBlock
+    arch: Architecture | None = None
     if module.arch is not None:
         has_mlp = found.layout.has_mlp or getattr(module.config, "mtp_mlp_layer_types", None) == ["dense"]
-        arch = replace(module.arch, experts=None) if has_mlp else module.arch
+        arch = block_architecture(
+            replace(module.arch, experts=None) if has_mlp else module.arch,
+            module.config,
+            _kind(module.config, found.layout.attends, name),
+        )
+    quantization = quantization_of_head(found.tensors, source, context.device, arch=arch, layer=found.block_prefix)
+    block: MtpBlock
+    if arch is not None:
         block = OwnBlock(
             arch,
             module.config,
@@ -152,7 +168,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
             dtype=context.dtype,
             device=context.device,
             name=name,
-            kind=_kind(module.config, found.layout.attends, name),
+            quantization=within(quantization, found.block_prefix),
         )
     else:
         assert isinstance(target.model, TransformersModel), "another target's block was refused"
@@ -168,6 +184,7 @@ def load_mtp_head(source: ModelSource, context: ProposerContext, max_model_len: 
             norms_add_one=module.arch is not None and module.arch.norms_add_one,
             max_model_len=length,
             dtype=context.dtype,
+            quantization=quantization,
         )
     fill_head(head.weight_targets(), found.tensors, source, f"an MTP module in {found.layout.title} layout")
     return head

@@ -22,6 +22,7 @@ from proposers.heads.vocabulary_clusters import VocabularyClusters
 from proposers.vocabularies.partial import KnownTokens
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import LAYER
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_checkpoint import fill_head, read_head_tensors
 from runner.engine.hidden_states import NORMED
@@ -31,7 +32,9 @@ from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.loader import LoadedModel
 from runner.engine.norms import RMSNorm
 from runner.engine.operations import Rows, beside, head_logits
+from runner.engine.quantization import Quantization, within
 from runner.engine.shard import Shard
+from runner.engine.stored_quantization import quantization_of_head
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -50,17 +53,31 @@ class MtpAssistantHead:
         max_model_len: int,
         dtype: torch.dtype,
         table_name: str,  # of the projection to the vocabulary, in the checkpoint
+        quantization: Quantization | None = None,  # of other products, by their modules; None: all are dense
     ) -> None:
         arch, shard, state_size = config.arch, Shard(), target.model.hidden_size
         self.target, self.max_model_len = target.model, max_model_len
         self.hidden_size, self.state_size = arch.hidden_size, state_size
         self.pre_projection = ColumnParallelLinear(
-            2 * state_size, {"pre_projection": arch.hidden_size}, bias=False, shard=shard, dtype=dtype
+            2 * state_size,
+            {"pre_projection": arch.hidden_size},
+            bias=False,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
         )
-        self.layers = [DecoderLayer(arch, index, shard, dtype) for index in range(arch.num_layers)]
+        self.layers = [
+            DecoderLayer(arch, index, shard, dtype, quantization=within(quantization, LAYER.format(index)))
+            for index in range(arch.num_layers)
+        ]
         self.norm = RMSNorm.of(arch, dtype)
         self.post_projection = ColumnParallelLinear(
-            arch.hidden_size, {"post_projection": state_size}, bias=False, shard=shard, dtype=dtype
+            arch.hidden_size,
+            {"post_projection": state_size},
+            bias=False,
+            shard=shard,
+            dtype=dtype,
+            quantization=quantization,
         )
         self._table_name = table_name
         # With clusters in their order, and looked up: it stays dense.
@@ -122,7 +139,7 @@ class MtpAssistantHead:
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {"model.norm.weight": self.norm.target}
         for index, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"model.layers.{index}.")
+            targets |= layer.weight_targets(LAYER.format(index))
         for product in (self.pre_projection, self.post_projection):
             targets |= product.weight_targets("")
         assert self.lm_head is not None
@@ -145,6 +162,7 @@ def load_mtp_assistant(
     tensors = {name: tensor for name, tensor in read_head_tensors(source).items() if name not in unread}
     if HEAD in tensors:  # else it is the embedding, which has no other use: tokens are embedded by the target
         tensors.pop(EMBEDDING, None)
+    quantization = quantization_of_head(tensors, source, context.device, arch=config.arch, layer=LAYER)
     with torch.device(context.device):
         head = MtpAssistantHead(
             config,
@@ -152,6 +170,7 @@ def load_mtp_assistant(
             max_model_len=longest_text(source, config.hf_config, max_model_len, context.max_model_len),
             dtype=context.dtype,
             table_name=HEAD if HEAD in tensors else EMBEDDING,
+            quantization=quantization,
         )
     fill_head(head.weight_targets(), tensors, source, "a drafter over its target's keys and values")
     if head.clusters is not None and head.lm_head is not None:

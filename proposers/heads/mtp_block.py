@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
 from runner.engine.memory import require_memory
 from runner.engine.norms import RMSNorm
+from runner.engine.quantization import Quantization
 from runner.engine.shard import Shard
 from runner.engine.transformers_attention import Launch, Probe
 from runner.engine.transformers_model import PROBE_ROWS, TransformersModel
@@ -59,20 +61,19 @@ class OwnBlock:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
-        kind: str | None = None,
+        quantization: Quantization,
     ) -> None:
-        """name: the module's, for errors; kind: of layer_types, what it attends to; None: where layers differ, to all.
+        """arch: of block_architecture; name: the module's, for errors; quantization: by names within the layer.
 
         Raises:
             UserError: the layer does not fit memory.
         """
-        alone = _alone(arch, hf_config, kind)
+        new_layer = partial(DecoderLayer, arch, 0, Shard(), dtype, quantization=quantization)
         with torch.device("meta"):
-            sizes = DecoderLayer(alone, 0, Shard(), dtype)
-        needed = sum(target.view.nbytes for target in sizes.weight_targets("").values())
+            needed = sum(target.nbytes for target in new_layer().weight_targets("").values())
         require_memory(needed, device, f"the MTP module of {name}", "choose a smaller model")
         with torch.device(device):
-            self.layer = DecoderLayer(alone, 0, Shard(), dtype)
+            self.layer = new_layer()
         self.layers: Sequence[DecoderLayer] = [self.layer]
         self.attentions: Sequence[Attention] = [self.layer.attention]
         self.kv_width = self.layer.attention.kv_width
@@ -157,8 +158,8 @@ class TransformersBlock:
         return targets
 
 
-def _alone(arch: Architecture, hf_config: Any, kind: str | None) -> Architecture:
-    """The architecture of a block of its target's."""
+def block_architecture(arch: Architecture, hf_config: Any, kind: str | None) -> Architecture:
+    """Of a block, from its target's; kind: of layer_types, what it attends to, None: where layers differ, to all."""
     family = FAMILIES[arch.family]
     if kind is None:
         window, rope = None if None in arch.sliding_windows else arch.sliding_windows[-1], arch.ropes[0]

@@ -21,7 +21,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
-from runner.engine.head_checkpoint import head_architecture, read_head_config
+from runner.engine.head_checkpoint import HeadTensor, as_read, head_architecture, read_head_config
 from runner.engine.head_order import in_our_order
 from runner.engine.loader import LoadedModel
 from runner.engine.mtp_layout import (
@@ -72,9 +72,13 @@ class MtpTensors:
 
     layout: MtpLayout
     prefix: str
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, HeadTensor] = field(default_factory=dict)
     own_embedding: str = ""  # name of the embedding, where it is not the target's
     own_head: str = ""
+
+    @property
+    def block_prefix(self) -> str:
+        return self.prefix + self.layout.block.format(index=0)
 
 
 def describe_module(source: ModelSource, target: LoadedModel) -> MtpModule:
@@ -172,7 +176,7 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     if module.arch is not None:
         found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
         found = in_our_order(found, module.arch.head_orders)
-    tensors = {plain: tensor[...] for name, tensor in found if belongs(plain := _plain(name, module))}
+    tensors = {plain: as_read(tensor) for name, tensor in found if belongs(plain := _plain(name, module))}
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]
     return MtpTensors(
         layout=layout,
@@ -237,7 +241,7 @@ def _stated_layout(source: ModelSource, module: MtpModule) -> MtpLayout:
     return QWEN3_NEXT if getattr(module.config, "mtp_num_hidden_layers", None) else DEEPSEEK
 
 
-def _differing(tensors: dict[str, torch.Tensor], names: Sequence[str], of_target: Callable[[], torch.Tensor]) -> str:
+def _differing(tensors: dict[str, HeadTensor], names: Sequence[str], of_target: Callable[[], torch.Tensor]) -> str:
     """The first of these tensors, by name, unless it is a copy of the target's; the copies are taken out."""
     found = [name for name in names if name in tensors]
     for name in found[1:]:
@@ -245,7 +249,7 @@ def _differing(tensors: dict[str, torch.Tensor], names: Sequence[str], of_target
     if not found:
         return ""
     shared = of_target()
-    if torch.equal(tensors[found[0]].to(shared), shared):
+    if torch.equal(tensors[found[0]][...].to(shared), shared):
         del tensors[found[0]]
         return ""
     return found[0]

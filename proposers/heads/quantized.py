@@ -34,7 +34,7 @@ class ProjectsByTarget(Convertible, Protocol):
 
 
 def quantize_head(head: Convertible, source: ModelSource, device: torch.device) -> None:
-    """Hold what a head multiplies by as its source asks."""
+    """Hold what a head multiplies by as its source asks, but for what it holds as its checkpoint quantizes it."""
     if source.quantization is None:
         return
     if not multiplies_quantized(device):

@@ -36,7 +36,7 @@ def load_speculator(
     require_target_sizes(source, target, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
     with torch.device(device):
         speculator = LstmSpeculator(shape, dtype) if shape.kind == "sum_lstm" else MlpSpeculator(shape, dtype)
-    tensors = read_head_tensors(source)
+    tensors = {name: tensor[...] for name, tensor in read_head_tensors(source).items()}
     prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
     own = speculator.weight_targets()
     copies = _copies_of_steps(own, shape.num_steps) if shape.is_tied else {}

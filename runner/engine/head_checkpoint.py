@@ -24,9 +24,12 @@ from runner.engine.errors import UserError, first_of
 from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
 from runner.engine.json_object import require_json
 from runner.engine.linear import WeightTarget
+from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import warn_of_unread_rope
-from runner.engine.weight_filling import fill_weight
+from runner.engine.stored_quantization import tell_expanded
+from runner.engine.weight_filling import STD, draw_quantized, fill_weight
 
+HeadTensor = torch.Tensor | QuantizedTensor
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 # Keys that heads of several kinds have, and their layers; null is as good as no key, but where layers should stand.
 _LAYERS = "transformer_layer_config"
@@ -72,7 +75,7 @@ def _require_kinds(values: Mapping[str, Any], source: ModelSource) -> None:
         )
 
 
-def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
+def read_head_tensors(source: ModelSource) -> dict[str, HeadTensor]:
     """Every tensor of a head, by its name in the checkpoint, on the CPU; none when load_format is dummy.
 
     Raises:
@@ -83,11 +86,19 @@ def read_head_tensors(source: ModelSource) -> dict[str, torch.Tensor]:
     directory = resolve_directory(source, pickles=PICKLES)
     pickled = [directory / name for name in PICKLES if (directory / name).is_file()]
     if any(directory.glob("*.safetensors")) or not pickled:
-        return _require_dense({name: tensor[...] for name, tensor in read_tensors(source)}, source)
-    tensors: dict[str, torch.Tensor] = {}
+        tensors = {name: as_read(tensor) for name, tensor in read_tensors(source)}
+        _require_dense(tensors, source)
+        return tensors
+    tensors = {}
     for file in pickled:
         tensors |= _unpickle(file, source)
     return tensors
+
+
+def as_read(tensor: Any) -> HeadTensor:
+    """A safetensors slice: a quantized weight as it is, what else there is read."""
+    read: HeadTensor = tensor if isinstance(tensor, QuantizedTensor) else tensor[...]
+    return read
 
 
 def read_pickle_beside(source: ModelSource, name: str, remedy: str) -> dict[str, torch.Tensor]:
@@ -164,7 +175,7 @@ def read_own_config(model_type: str, values: Mapping[str, Any], source: ModelSou
 
 def fill_head(
     targets: Mapping[str, WeightTarget],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, HeadTensor],
     source: ModelSource,
     kind: str,  # as people call it: "an EAGLE-3 head"
     repeated: Mapping[str, str] | None = None,  # places that take the tensor of another, and whose
@@ -179,20 +190,20 @@ def fill_head(
     if source.is_dummy:
         _fill_randomly(own)
         for name in targets.keys() - own.keys():
-            targets[name].view.copy_(own[origins[name]].view)
+            _repeat(own[origins[name]], targets[name])
         return
     problems = {
         "unexpected": sorted(name for name in tensors if name not in own),
         "missing": sorted(name for name in own if name not in tensors),
         "of another shape": [
-            f"{name} {list(tensors[name].shape)} for {list(target.view.shape)}"
+            f"{name} {list(tensors[name].shape)} for {list(target.shape)}"
             for name, target in sorted(own.items())
-            if name in tensors and tensors[name].shape != target.view.shape
+            if name in tensors and tensors[name].shape != target.shape
         ],
         "of another kind": [
-            f"{name} {str(tensors[name].dtype)[6:]} for {str(target.view.dtype)[6:]}"
-            for name, target in sorted(own.items())
-            if name in tensors and not _converts(tensors[name].dtype, target.view.dtype)
+            f"{name} {str(tensor.dtype)[6:]} for {str(own[name].view.dtype)[6:]}"
+            for name, tensor in sorted(tensors.items())
+            if name in own and isinstance(tensor, torch.Tensor) and not _converts(tensor.dtype, own[name].view.dtype)
         ],
     }
     found = [f"{what}: {first_of(names)}" for what, names in problems.items() if names]
@@ -203,6 +214,14 @@ def fill_head(
         )
     for name, target in targets.items():
         fill_weight(target, tensors[origins.get(name, name)], name, source)
+    tell_expanded((name for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)), targets, source)
+
+
+def _repeat(origin: WeightTarget, target: WeightTarget) -> None:
+    target.view.copy_(origin.view)
+    if target.quantized is not None and origin.quantized is not None:
+        for name, tensor in origin.quantized.tensors.items():
+            target.quantized.tensors[name].copy_(tensor)
 
 
 def _converts(stored: torch.dtype, held: torch.dtype) -> bool:
@@ -214,13 +233,16 @@ def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
     """Random weights of the scale that keeps activations finite, the same in every run."""
     generator: torch.Generator | None = None
     for name, target in targets.items():
-        if not target.view.is_floating_point():
+        if target.quantized is None and not target.view.is_floating_point():
             target.view.zero_()
         elif "norm" in name or "ln." in name:
             target.view.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             generator = generator or torch.Generator(target.view.device).manual_seed(0)
-            target.view.normal_(std=0.02, generator=generator)
+            if target.quantized is not None:
+                draw_quantized(target.quantized, generator)
+            else:
+                target.view.normal_(std=STD, generator=generator)
 
 
 def _unpickle(file: Path, source: ModelSource) -> dict[str, torch.Tensor]:
@@ -234,19 +256,21 @@ def _unpickle(file: Path, source: ModelSource) -> dict[str, torch.Tensor]:
         ) from error
     if not tensors:
         raise UserError(f"{source.name}: {file} must hold tensors by their names; download it again")
-    return _require_dense(tensors, source)
+    _require_dense(tensors, source)
+    return tensors
 
 
-def _require_dense(tensors: dict[str, torch.Tensor], source: ModelSource) -> dict[str, torch.Tensor]:
-    """The tensors; raises UserError where one cannot be copied into a head's weights, or is a number without a size."""
+def _require_dense(tensors: Mapping[str, HeadTensor], source: ModelSource) -> None:
+    """Raises UserError where a tensor cannot be copied into a head's weights, or is a number without a size."""
     for name, tensor in tensors.items():
+        if isinstance(tensor, QuantizedTensor):
+            continue
         is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
         if not is_dense or tensor.ndim == 0:
             got = "a single number" if is_dense else "a sparse, nested or quantized one, or one without its numbers"
             raise UserError(
                 f"{source.name}={source.model}: {name} must be a dense tensor, got {got}; download it again"
             )
-    return tensors
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
