@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from runner.config import DrafterMethod, EarlyExitMethod, SpeculativeConfig
+from runner.config import DrafterMethod, SelfSpeculationMethod, SpeculativeConfig
 from runner.metrics import RequestRecord
 from runner.workload import WorkloadItem, highest_temperature
 
@@ -25,7 +25,7 @@ def drafter_fit_notes(
     """
     method = config.method
     is_judged = method.rejection_sample_method != "synthetic" and config.model.load_format != "dummy"
-    if not isinstance(method, DrafterMethod | EarlyExitMethod) or not is_judged:
+    if not isinstance(method, DrafterMethod | SelfSpeculationMethod) or not is_judged:
         return []
     if highest_temperature(items, config.sampler.temperature) > 0:
         return []
@@ -40,6 +40,9 @@ def drafter_fit_notes(
     if method.drafter_name == "early_exit":
         name = "the target's first layers"
         remedy = "choose another method.exit_layer, or a target that was trained to exit early (LayerSkip's)"
+    elif method.drafter_name == "sparse_kv":
+        name = "the target over a part of its cache"
+        remedy = "raise method.num_recent_tokens, or choose another method: these texts need what lies between"
     elif hasattr(method, "aux_hidden_state_layer_ids"):
         remedy += ", and that it reads the hidden states that it was trained on (method.aux_hidden_state_layer_ids)"
     return [f"only {share:.0%} of the first guesses of {name} were accepted at temperature 0; {remedy}"]

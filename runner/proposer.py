@@ -12,9 +12,9 @@ from proposers.base import Proposer, ProposerContext, proposer_class
 from proposers.vocabularies.spelling import read_spelling
 from runner.config import (
     DrafterMethod,
-    EarlyExitMethod,
     HybridMethod,
     MethodConfig,
+    SelfSpeculationMethod,
     SpeculativeConfig,
     SuffixMethod,
     SuffixRecyclingMethod,
@@ -45,7 +45,7 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
             own_keys[name] = build_proposer(config.model_copy(update={"method": half}), within, tokenizer)
     elif isinstance(method, DrafterMethod):
         _read_drafter(own_keys, config, method, context, tokenizer)
-    elif isinstance(method, EarlyExitMethod):
+    elif isinstance(method, SelfSpeculationMethod):
         own_keys["draft_sample_method"] = method.draft_sample_method
     elif isinstance(method, SuffixMethod):
         path = own_keys.pop("suffix_decoding_corpus")

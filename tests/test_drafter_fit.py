@@ -57,6 +57,8 @@ def test_few_right_first_guesses_are_told_with_what_to_check() -> None:
     for method in ({"method": "early_exit"}, {"method": "hybrid", "drafter": "early_exit"}):
         (of_itself,) = notes(FEW, **method)
         assert "of the target's first layers were" in of_itself and "another method.exit_layer" in of_itself
+    (of_a_part,) = notes(FEW, method="sparse_kv")
+    assert "of the target over a part of its cache were" in of_a_part and "raise method.num_recent_tokens" in of_a_part
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ METHODS: list[dict[str, Any] | None] = [
     {"method": "dspark", "num_speculative_tokens": 7},
     {"method": "dspark", "num_speculative_tokens": 12, "speculative_token_tree": "dynamic"},
     {"method": "early_exit", "num_speculative_tokens": 4},
+    {"method": "sparse_kv", "num_speculative_tokens": 4, "num_sink_tokens": 1, "num_recent_tokens": 20},
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},

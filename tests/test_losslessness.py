@@ -22,6 +22,7 @@ from tests.proposers_for_tests import KnownText
 METHOD_KEYS: dict[str, dict[str, Any]] = {
     "custom_class": {"model": "tests.proposers_for_tests.RaggedProposer"},
     "hybrid": {"min_match_score": 0.4},
+    "sparse_kv": {"num_sink_tokens": 0, "num_recent_tokens": 1},  # the least: texts are short
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "ngram_gpu": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }

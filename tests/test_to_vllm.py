@@ -25,6 +25,7 @@ WITHOUT = (
     "mlp_speculator",
     "hybrid",
     "early_exit",
+    "sparse_kv",
     "token_recycling",
     "suffix_recycling",
 )  # methods without a counterpart

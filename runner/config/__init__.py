@@ -16,7 +16,6 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
-from runner.config.early_exit_method import EarlyExitMethod
 from runner.config.hardware import HardwareConfig
 from runner.config.hybrid_method import HybridMethod
 from runner.config.method import MethodConfig
@@ -31,6 +30,7 @@ from runner.config.model import DraftDefaults, ModelConfig
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
 from runner.config.sampler import SamplerConfig
+from runner.config.self_speculation_methods import EarlyExitMethod, SelfSpeculationMethod, SparseKVMethod
 from runner.config.suffix_method import SuffixKeys, SuffixMethod
 from runner.config.suffix_recycling_method import SuffixRecyclingMethod
 from runner.config.workload import DemoWorkload, JsonlWorkload, SyntheticWorkload, WorkloadConfig
@@ -61,6 +61,8 @@ __all__ = [
     "PardMethod",
     "Problem",
     "SamplerConfig",
+    "SelfSpeculationMethod",
+    "SparseKVMethod",
     "SpeculativeConfig",
     "SuffixKeys",
     "SuffixMethod",

@@ -90,7 +90,8 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
         _take_depth_for_tokens(values, method, notes)
         if "revision" in fields[method]:  # a model or a head drafts: the others have no config
             _take_tokens_of_checkpoint(values, method, fields, notes)
-        if not {"revision", "exit_layer"}.isdisjoint(fields[method]):  # nor draft_probs, but for the target's layers
+        # Nor draft_probs, but for the target's own.
+        if not {"revision", "exit_layer", "num_recent_tokens"}.isdisjoint(fields[method]):
             _take_rule_for_drafting(values, notes)
             _note_drafting_of_rule(values, notes)
     return Translation(values=values, notes=tuple(notes), problems=tuple(problems))

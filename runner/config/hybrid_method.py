@@ -21,11 +21,18 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
-from runner.config.early_exit_method import EarlyExitMethod, ExitLayer
 from runner.config.method import MethodConfig
+from runner.config.self_speculation_methods import (
+    EarlyExitMethod,
+    ExitLayer,
+    NumRecentTokens,
+    NumSinkTokens,
+    SelfSpeculationMethod,
+    SparseKVMethod,
+)
 from runner.config.suffix_method import MatchKeys
 
-DRAFTERS: dict[str, type[DrafterMethod | EarlyExitMethod]] = {
+DRAFTERS: dict[str, type[DrafterMethod | SelfSpeculationMethod]] = {
     "draft_model": DraftModelMethod,
     "pard": PardMethod,
     "eagle": EagleMethod,
@@ -36,6 +43,7 @@ DRAFTERS: dict[str, type[DrafterMethod | EarlyExitMethod]] = {
     "dflash": DflashMethod,
     "dspark": DsparkMethod,
     "early_exit": EarlyExitMethod,
+    "sparse_kv": SparseKVMethod,
 }
 
 CHAIN_OF_DRAFTER = 4  # tokens
@@ -48,6 +56,8 @@ KEYS_OF_SOME = (
     "use_heterogeneous_vocab",
     "aux_hidden_state_layer_ids",
     "exit_layer",
+    "num_sink_tokens",
+    "num_recent_tokens",
     "speculative_token_tree",
 )
 
@@ -67,7 +77,17 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
         description="tokens of a match drafted per request and step at most, or nodes of a tree, in [0, 128]",
     )
     drafter: Literal[
-        "draft_model", "pard", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "early_exit"
+        "draft_model",
+        "pard",
+        "eagle",
+        "eagle3",
+        "mtp",
+        "medusa",
+        "mlp_speculator",
+        "dflash",
+        "dspark",
+        "early_exit",
+        "sparse_kv",
     ] = Field(default="draft_model", description="what drafts where no match is convincing; `model` is its checkpoint")
     num_drafter_tokens: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None,
@@ -91,6 +111,12 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
         default=None,
         description="drafter=early_exit: how many of the target's layers draft, in [1, all of them]; null: a quarter",
     )
+    num_sink_tokens: NumSinkTokens | None = Field(
+        default=None, description="drafter=sparse_kv: tokens at a text's beginning that it attends to, >= 0; null: 16"
+    )
+    num_recent_tokens: NumRecentTokens | None = Field(
+        default=None, description="drafter=sparse_kv: tokens at a text's end that it attends to, >= 1; null: 512"
+    )
 
     @property
     def drafter_name(self) -> str:
@@ -100,11 +126,11 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
     def has_checkpoint(self) -> bool:
         return "model" in DRAFTERS[self.drafter].model_fields
 
-    def drafter_method(self) -> DrafterMethod | EarlyExitMethod:
+    def drafter_method(self) -> DrafterMethod | SelfSpeculationMethod:
         """The half that drafts elsewhere, as a method by itself."""
         cls = DRAFTERS[self.drafter]
         own = {key for key in HybridMethod.model_fields if key in cls.model_fields}
-        keys = self.model_dump(include=own - {*MethodConfig.model_fields})
+        keys = self.model_dump(include=own - {*MethodConfig.model_fields}, exclude_none=True)
         return cls(
             num_speculative_tokens=self._num_drafter_tokens,
             draft_sample_method=self.draft_sample_method,
@@ -126,7 +152,7 @@ class HybridMethod(MatchKeys, GrowthKeys, DynamicTreeMethod):
     def _check_keys_of_drafters(self) -> Self:
         for key in KEYS_OF_SOME:
             value = getattr(self, key)
-            if value and key not in DRAFTERS[self.drafter].model_fields:
+            if value is not None and value is not False and key not in DRAFTERS[self.drafter].model_fields:
                 owners = " or ".join(name for name, method in DRAFTERS.items() if key in method.model_fields)
                 raise ValueError(f"{key} is a key of drafter={owners}, got {value!r} with drafter={self.drafter}")
         return self

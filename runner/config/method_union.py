@@ -26,12 +26,12 @@ from runner.config.drafter_methods import (
     MtpMethod,
     PardMethod,
 )
-from runner.config.early_exit_method import EarlyExitMethod
 from runner.config.from_vllm import names_method, translate
 from runner.config.hybrid_method import HybridMethod
 from runner.config.method import SYNTHETIC_KEYS, MethodConfig
 from runner.config.node import Node
 from runner.config.problem import ConfigError, Problem, node_classes, problems_of, union_tag
+from runner.config.self_speculation_methods import EarlyExitMethod, SparseKVMethod
 from runner.config.suffix_method import SuffixMethod
 from runner.config.suffix_recycling_method import SuffixRecyclingMethod
 from runner.config.token_recycling_method import TokenRecyclingMethod
@@ -181,6 +181,7 @@ AnyMethod = (
     | DflashMethod
     | DsparkMethod
     | EarlyExitMethod
+    | SparseKVMethod
     | HybridMethod
     | CustomClassMethod
 )

@@ -130,7 +130,13 @@ class PackedLaunch:
             end = segment.start + segment.num_tokens
             positions += range(segment.start, end)
             slots += segment.slots(segment.start, end, block_size)
-        planned = shape.plan(family, segments, positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal)
+        seen, seen_positions = segments, positions
+        if any(own.unseen_blocks for own in segments):
+            seen = [own.as_seen(block_size) for own in segments]
+            seen_positions = [*chain.from_iterable(range(own.start, own.start + own.num_tokens) for own in seen)]
+        planned = shape.plan(
+            family, seen, seen_positions, num_rows=num_rows, block_size=block_size, is_causal=is_causal
+        )
         recurrent = _recurrent_lists(segments, num_rows) if reads_segments else []
         late: PackedLaunch | None = None
         of_late: list[list[int]] = []  # numbers and places

@@ -29,6 +29,7 @@ class Part:
     # How many of the request's tokens no later part computes again, so that states need not go back over them; None:
     # those before `end`.
     certain: int | None = None
+    unseen_blocks: range = range(0)  # as a segment's
     scored_from: int | None = None  # prompt rows from this position on are scored: their successors are in the prompt
 
 
@@ -115,6 +116,7 @@ def _segments(part: Part, first: int, last: int, num_drafts: int) -> Iterator[Se
             state_slot=part.request.state_slot,
             num_drafts=num_drafts,
             num_uncertain=num_drafts if part.certain is None else max(0, stop - part.certain),
+            unseen_blocks=part.unseen_blocks,
         )
         return
     shape = tree_shape(part.parent_indices)

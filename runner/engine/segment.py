@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Family = Literal["prefill", "decode"]
@@ -25,6 +25,19 @@ class Segment:
     # Tokens before its end that may be taken back or computed again, and more than it has where some lie before it.
     num_uncertain: int = 0
     branch: Sequence[int] | None = None  # places of the positions branch_start, branch_start + 1, ... to the last token
+    unseen_blocks: range = range(0)  # of the table: attention leaves them out; a chain's, and drafts' alone
+
+    def as_seen(self, block_size: int) -> Segment:
+        """What attention takes it for: a text without the unseen blocks, whose tokens follow one another."""
+        if not self.unseen_blocks:
+            return self
+        table, own = self.block_table, self.unseen_blocks
+        return replace(
+            self,
+            start=self.start - len(own) * block_size,
+            block_table=[*table[: own.start], *table[own.stop :]],
+            unseen_blocks=range(0),
+        )
 
     def slots(self, first: int, end: int, block_size: int) -> list[int]:
         """Cache slots of the positions first..end-1."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kernels.reference.append_tokens import append_tokens as append_tokens_in_torch
 from kernels.reference.chain_rows import ChainRows
+from kernels.reference.kept_blocks import KeptBlocks
+from kernels.reference.kept_blocks import kept_blocks as kept_blocks_in_torch
 from kernels.reference.likeliest_tree import NextRows, Tree, TreeCandidates
 from kernels.reference.rejection import Verified
 from kernels.reference.tree_rows import TreeRows
@@ -33,6 +35,15 @@ def chain_rows(lengths: Tensor, block_tables: Tensor, **shape: int) -> ChainRows
     from kernels.cpu.chain_rows import chain_rows as on_cpu
 
     return on_cpu(lengths, block_tables, **shape)
+
+
+def kept_blocks(lengths: Tensor, block_tables: Tensor, **kept: int) -> KeptBlocks:
+    """kernels/reference/kept_blocks.py, which a GPU computes as it is."""
+    if runs_kernels(lengths):
+        return kept_blocks_in_torch(lengths, block_tables, **kept)
+    from kernels.cpu.kept_blocks import kept_blocks as on_cpu
+
+    return on_cpu(lengths, block_tables, **kept)
 
 
 def tree_rows(lengths: Tensor, slots: Tensor, parents: Tensor, **shape: Any) -> TreeRows:
