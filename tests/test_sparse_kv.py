@@ -96,6 +96,16 @@ def test_the_device_leaves_out_what_the_host_does(case: tuple[torch.Tensor, torc
         assert len(unseen) == max(0, (length - num_recent) // block_size - num_first)
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 17, 18])
+@pytest.mark.parametrize("num_recent", [1, 2, 15, 16, 17, 40])
+def test_a_table_holds_what_rows_come_to_and_no_more(num_recent: int, num_drafts: int) -> None:
+    context = KeptContext(num_first_blocks=1, num_recent_tokens=num_recent, block_size=BLOCK_SIZE)
+    last_places = [
+        length - len(context.unseen_blocks(length)) * BLOCK_SIZE + num_drafts - 2 for length in range(100, 200)
+    ]
+    assert max(last_places) // BLOCK_SIZE + 1 == context.num_kept_blocks(num_drafts)
+
+
 # --- what drafts are by ---------------------------------------------------------------------------------------------
 
 

@@ -19,11 +19,14 @@ class KeptContext:
         first_recent = (num_tokens - self.num_recent_tokens) // self.block_size
         return range(self.num_first_blocks, max(self.num_first_blocks, first_recent))
 
+    def num_kept_blocks(self, num_drafts: int) -> int:
+        """That any text's rows attend to while so many tokens are drafted, of which the last one is no row."""
+        num_behind = self.num_recent_tokens + num_drafts - 2  # places behind the first recent token that rows come to
+        return self.num_first_blocks + -(-num_behind // self.block_size) + 1  # it stands anywhere in its block
+
     def of_batch(self, batch: DeviceBatch, num_drafts: int) -> DeviceBatch:
         """The batch as attention sees it while so many tokens are drafted; of unseen_blocks, on the device."""
-        # Recent tokens and drafts begin and end anywhere in a block.
-        num_recent = (self.num_recent_tokens + num_drafts - 1) // self.block_size + 2
-        num_kept = min(self.num_first_blocks + num_recent, batch.block_tables.shape[1])
+        num_kept = min(self.num_kept_blocks(num_drafts), batch.block_tables.shape[1])
         lengths, block_tables = kept_blocks(
             batch.lengths,
             batch.block_tables,
