@@ -258,6 +258,16 @@ def test_a_swept_group_tells_its_runs_apart() -> None:
     assert [_label(row) for row in rows] == ["ngram, greedy, 0", "ngram, sampled, 1"]
 
 
+def test_swept_values_are_told_as_they_are_written() -> None:
+    """A sweep over speculative_token_tree=null,dynamic had the rows None and dynamic."""
+    with collecting_rows() as rows_of:
+        for params in ({"tree": None, "on": True}, {"tree": "dynamic", "on": False}, {"on": True}):
+            add_row({}, params, "suffix")
+        rows = rows_of(("tree", "on"))
+    assert [(row["tree"], row["on"]) for row in rows] == [("null", "true"), ("dynamic", "false"), (None, "true")]
+    assert [_label(row) for row in rows] == ["suffix, null, true", "suffix, dynamic, false", "suffix, -, true"]
+
+
 @pytest.mark.parametrize(
     ("lossless", "label"),
     [("tokens", "ngram"), ("distribution", "ngram"), ("unguaranteed", "ngram, unguaranteed"), (False, "ngram, lossy")],

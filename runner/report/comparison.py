@@ -30,7 +30,6 @@ ROOM_FOR_RANGES = 110  # columns of a terminal
 MARKED = (False, "unguaranteed")  # values of lossless that the table shows
 HEADINGS = dict(zip(FORMATS, ("acceptance", "length", "tokens/s", "speed-up", "whole"), strict=True))
 KEPT = ("acceptance_rate", "mean_acceptance_length", "output_tokens_per_second")  # columns also without a value
-AS_WRITTEN = {"None": "null", "True": "true", "False": "false"}  # trackers hold Python's words for the command line's
 
 
 def print_comparison(
@@ -72,7 +71,7 @@ def print_comparison(
         table.add_row(
             _name(row, by_run=ambiguous) + Text(" *" if index == first else "", "bold green"),
             number(row["num_speculative_tokens"] or None),
-            *(Text("-" if row[key] is None else AS_WRITTEN.get(str(row[key]), str(row[key]))) for key in params),
+            *(Text("-" if row[key] is None else str(row[key])) for key in params),
             *cells,
             *([Text(identical(same, lossless), identical_style(same, lossless))] if tells_identity else []),
         )

@@ -80,7 +80,8 @@ def _errors(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], l
 def _label(row: Mapping[str, Any]) -> str:
     k = row["num_speculative_tokens"]
     name = row["run_name"] or (f"{row['method']} K={k}" if k else str(row["method"]))
-    params = [str(value) for key, value in row.items() if key not in _COMPARED_KEYS]  # the swept ones
+    swept = [value for key, value in row.items() if key not in _COMPARED_KEYS]
+    params = ["-" if value is None else str(value) for value in swept]
     promise = {False: ["lossy"], "unguaranteed": ["unguaranteed"]}.get(row.get("lossless"), [])
     name = ", ".join([name, *params, *promise])
     return name if row["status"] == "FINISHED" else f"{name} ({row['status'].lower()})"

@@ -108,6 +108,7 @@ COMPARED = (
     "core_wait_share",
 )
 ENDS = ("lowest", "highest")  # of the repeats of a run
+AS_WRITTEN = {"None": "null", "True": "true", "False": "false"}  # the command line's words for those of flat_params
 MACHINE = ("device_name", "device", "dtype", "weights", "torch", "triton", "transformers", "commit")
 
 
@@ -134,7 +135,9 @@ def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: 
 def with_params(
     rows: Sequence[dict[str, Any]], recorded: Sequence[Mapping[str, str]], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The rows with the flat parameters under these keys; what every row has a column for, or no run, is left out."""
+    """The rows with the flat parameters under these keys, as they are written on the command line; what every row has a
+    column for, or no run, is left out."""
     known = ("method.method", *(f"method.{key}" for key in COMPARED))
     shown = [key for key in keys if key not in known and any(key in params for params in recorded)]
-    return [row | {key: params.get(key) for key in shown} for row, params in zip(rows, recorded, strict=True)]
+    written = [{key: AS_WRITTEN.get(value, value) for key, value in params.items()} for params in recorded]
+    return [row | {key: params.get(key) for key in shown} for row, params in zip(rows, written, strict=True)]
