@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 
 from runner.engine.decoder import Decoder
-from runner.engine.device_requests import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch, PackedLaunch
 from runner.engine.graphs import GraphMemory
 from runner.engine.hidden_states import NORMED
@@ -61,7 +60,6 @@ class ModelRunner(PagedRunner):
             products=model.product_weights if isinstance(model, Decoder) else (),
             is_recurrent=model.is_recurrent,
         )
-        self._num_uncertain = 0
         self.model, self.token_map = model, token_map
         # Multiplications of a row by weights; 0: not known.
         self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
@@ -92,10 +90,6 @@ class ModelRunner(PagedRunner):
         own.release_cache()
         return own
 
-    def allocate_cache(self, num_blocks: int, *, max_num_seqs: int = 0, num_uncertain: int = 0) -> None:
-        self._num_uncertain = num_uncertain
-        super().allocate_cache(num_blocks, max_num_seqs=max_num_seqs, num_uncertain=num_uncertain)
-
     def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[LayerStates | None]:
         if not (isinstance(self.model, Decoder) and self.is_recurrent):
             return ()
@@ -105,32 +99,6 @@ class ModelRunner(PagedRunner):
         """Of recurrent layers; arguments as of allocate_cache."""
         states = self.empty_states(max_num_seqs, num_uncertain, torch.device("meta"))
         return sum(own.num_bytes for own in states if own is not None)
-
-    def decode_launch(
-        self,
-        batch: DeviceBatch,
-        token_ids: torch.Tensor,
-        *,
-        offset: int,
-        num_rows: int,
-        lengths: torch.Tensor | None = None,
-        num_computed_again: int = 0,
-    ) -> tuple[ForwardBatch, torch.Tensor]:
-        is_earlier = lengths is not None  # than the last committed token
-        self._require_room(offset + num_rows + num_computed_again - is_earlier)
-        return super().decode_launch(
-            batch,
-            token_ids,
-            offset=offset,
-            num_rows=num_rows,
-            lengths=lengths,
-            num_computed_again=num_computed_again,
-        )
-
-    def _require_room(self, num_uncertain: int) -> None:
-        """States forget what lies further back."""
-        if self.is_recurrent and num_uncertain > self._num_uncertain:
-            raise ValueError(f"num_uncertain must be <= {self._num_uncertain}, as allocated, got {num_uncertain}")
 
     def run(
         self,
@@ -211,7 +179,7 @@ class ModelRunner(PagedRunner):
         Logits come along where a graph computes them: of a launch that wants those of every token.
         """
         if self.is_recurrent:
-            self._require_room(max(segment.num_uncertain for segment in launch.segments))
+            self.require_room(max(segment.num_uncertain for segment in launch.segments))
         packed = PackedLaunch.of(
             launch.family,
             launch.segments,

@@ -84,6 +84,7 @@ class PagedRunner:
         self.graph_memory = graph_memory if captures_graphs else None
         self.graphs = self._new_graphs()
         self.cache: PagedKVCache | None = None
+        self._num_uncertain = 0
 
     @property
     def is_paged(self) -> bool:
@@ -114,6 +115,8 @@ class PagedRunner:
         num_computed_again: int = 0,
     ) -> tuple[ForwardBatch, Tensor]:
         """As DeviceBatch.launch, in the shape and the blocks of this runner."""
+        is_earlier = lengths is not None  # than the last committed token
+        self.require_room(offset + num_rows + num_computed_again - is_earlier)
         return batch.launch(
             token_ids,
             offset=offset,
@@ -123,6 +126,11 @@ class PagedRunner:
             lengths=lengths,
             num_computed_again=num_computed_again,
         )
+
+    def require_room(self, num_uncertain: int) -> None:
+        """Raises ValueError where states forget what lies so far back."""
+        if self.is_recurrent and num_uncertain > self._num_uncertain:
+            raise ValueError(f"num_uncertain must be <= {self._num_uncertain}, as allocated, got {num_uncertain}")
 
     @property
     def cache_bytes_per_block(self) -> int:
@@ -135,6 +143,7 @@ class PagedRunner:
             num_uncertain: tokens of a request in a launch that may be taken back, at most.
         """
         self.release_cache()  # graphs of another cache would write there
+        self._num_uncertain = num_uncertain
         states = self.empty_states(max_num_seqs, num_uncertain, self.device)
         self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device, states=states)
 
