@@ -226,8 +226,8 @@ def test_what_is_asked_is_computed_as_launches_compute_it(source: ModelSource) -
 
 def test_quantized_are_the_products_of_both_and_the_router_stays_dense(theirs: TheirLayer, source: ModelSource) -> None:
     layer = loaded(source, torch.float32).layers[0]
-    names = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    names += [f"experts.{at}.{part}_proj.weight" for at in range(NUM_EXPERTS) for part in ("gate", "up", "down")]
+    names = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    names += [f"experts.{at}.{part}_proj" for at in range(NUM_EXPERTS) for part in ("gate", "up", "down")]
     assert [name for name in layer.product_names if not name.startswith("self_attn.")] == names
     whole = 3 * HIDDEN * (96 + CHOICES * 32) + NUM_EXPERTS * HIDDEN
     assert layer.mlp.products_per_row == whole

@@ -105,7 +105,7 @@ class Decoder:
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices in layers that may be quantized."""
+        """As DecoderLayer.product_names, of all layers."""
         return [f"{LAYER.format(at)}{name}" for at, layer in enumerate(self.layers) for name in layer.product_names]
 
     @property

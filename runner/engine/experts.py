@@ -188,7 +188,7 @@ class Experts:
     def product_names(self) -> list[str]:
         names = [name for expert in range(self.shapes.num_experts) for name in self.shapes.names_of(expert)]
         names += [name for product in self.latent_projections for name in product.part_rows]
-        return [*(f"{name}.weight" for name in names), *([] if self.shared is None else self.shared.product_names)]
+        return [*names, *([] if self.shared is None else self.shared.product_names)]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert; but the router stays dense, whose scores are a rounding apart, and so does the gate."""

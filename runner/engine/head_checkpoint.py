@@ -214,7 +214,8 @@ def fill_head(
         )
     for name, target in targets.items():
         fill_weight(target, tensors[origins.get(name, name)], name, source)
-    tell_expanded((name for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)), targets, source)
+    quantized = [name for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)]
+    tell_expanded((name.removesuffix(".weight") for name in quantized), targets, source)
 
 
 def _repeat(origin: WeightTarget, target: WeightTarget) -> None:

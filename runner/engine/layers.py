@@ -215,9 +215,9 @@ class DecoderLayer:
 
     @property
     def product_names(self) -> list[str]:
-        """Of the checkpoint's matrices that may be quantized: all but routers and gates."""
-        names = [*self.mixer.product_names, *(name for own in self._products_of_input for name in own.part_rows)]
-        return [*(f"{name}.weight" for name in names), *self.mlp.product_names]
+        """The checkpoint's modules whose weights may be quantized: all but routers and gates."""
+        of_input = [name for own in self._products_of_input for name in own.part_rows]
+        return [*self.mixer.product_names, *of_input, *self.mlp.product_names]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""

@@ -96,7 +96,7 @@ def load_model(
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, config, source, shard)
-    tell_expanded((f"{name}.weight" for name in found), decoder.weight_targets(), source)
+    tell_expanded(found, decoder.weight_targets(), source)
     return LoadedModel(
         source=source,
         model=decoder,
@@ -205,7 +205,7 @@ def _stored_quantization(product_names: Sequence[str], arch: Architecture, sourc
         UserError: a quantization_config that is not read.
     """
     if source.is_dummy:
-        return quantization_of_dummy(source, [name.removesuffix(".weight") for name in product_names], arch)
+        return quantization_of_dummy(source, product_names, arch)
     if stated_quantization(source) is None:
         return {}
     tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
@@ -221,9 +221,9 @@ def _held_quantization(
     Raises:
         UserError: the checkpoint is quantized in another way than asked for.
     """
-    products = [name.removesuffix(".weight") for name in product_names]
-    modules = products if arch.tie_word_embeddings else [*products, HEAD]  # a tied head is not read
-    wanted = [*products, HEAD] if source.quantizes_head else products
+    with_head = [*product_names, HEAD]
+    modules = product_names if arch.tie_word_embeddings else with_head  # a tied head is not read
+    wanted = with_head if source.quantizes_head else product_names
     numbers, of = source.quantization, f"{source.name}={source.model}"
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
     held = held_weights(modules, in_their_order(found, arch), asked, of, source.quantization_option)

@@ -72,8 +72,7 @@ class MLP:
 
     @property
     def product_names(self) -> list[str]:
-        names = (*self.gate_up_proj.part_rows, self.down_proj.name)
-        return [f"{name}.weight" for name in names]
+        return [*self.gate_up_proj.part_rows, self.down_proj.name]
 
     def convert(self, change: Change) -> None:
         """As Decoder.convert."""

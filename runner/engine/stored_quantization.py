@@ -29,9 +29,9 @@ def can_hold_quantized(source: ModelSource, device: torch.device) -> bool:
 
 
 def tell_expanded(found: Iterable[str], targets: Mapping[str, WeightTarget], source: ModelSource) -> None:
-    """Log which of a checkpoint's quantized weights, by their names, went to dense ones."""
-    modules = {name.removesuffix(".weight"): targets[name] for name in found if name in targets}
-    expanded = [name for name, target in modules.items() if target.quantized is None]
+    """Log which of a checkpoint's quantized weights, by their modules, went to dense ones."""
+    places = {name: targets[f"{name}.weight"] for name in found if f"{name}.weight" in targets}
+    expanded = [name for name, target in places.items() if target.quantized is None]
     if expanded:
         logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))
 
@@ -92,5 +92,4 @@ def _products(arch: Architecture, layer: str) -> list[str]:
     """The modules of what layers multiply by."""
     with torch.device("meta"):
         layers = [DecoderLayer(arch, index, Shard(), torch.float32) for index in range(arch.num_layers)]
-    names = [layer.format(index) + name for index, own in enumerate(layers) for name in own.product_names]
-    return [name.removesuffix(".weight") for name in names]
+    return [layer.format(index) + name for index, own in enumerate(layers) for name in own.product_names]
