@@ -174,7 +174,9 @@ def fill_block_head(
         if (order := order_of(name, tensor.shape[0], config.arch.head_orders)) is not None:
             tensors[name] = reordered(tensor[...], order)
     repeated = config.arch.keys_of_values
-    quantization = quantization_of_head(tensors, source, context.device, arch=config.arch, repeated=repeated)
+    quantization = quantization_of_head(
+        tensors, source, context.device, arch=config.arch, layer=LAYER, repeated=repeated
+    )
     with torch.device(context.device):
         head = head_class(
             config,

@@ -114,7 +114,7 @@ def load_eagle_head(source: ModelSource, context: ProposerContext, max_model_len
         if not name.endswith("rotary_emb.inv_freq")  # derived from the config
     }
     arch = with_biases_of(arch, tensors) if tensors else arch
-    quantization = quantization_of_head(tensors, source, context.device, arch=arch)
+    quantization = quantization_of_head(tensors, source, context.device, arch=arch, layer=LAYER)
     with torch.device(context.device):
         head = EagleHead(
             arch,

@@ -165,7 +165,9 @@ def load_eagle3_head(
     if tensors:
         config = replace(config, arch=with_biases_of(config.arch, tensors))
     repeated = config.arch.keys_of_values
-    quantization = quantization_of_head(tensors, source, context.device, arch=config.arch, repeated=repeated)
+    quantization = quantization_of_head(
+        tensors, source, context.device, arch=config.arch, layer=LAYER, repeated=repeated
+    )
     with torch.device(context.device):
         head = Eagle3Head(
             config,

@@ -26,9 +26,9 @@ from runner.engine.rope import num_positions, require_static_rope, warn_of_unrea
 from runner.engine.shard import Shard
 from runner.engine.stored_quantization import (
     can_hold_quantized,
-    in_their_order,
     quantization_of_dummy,
     tell_expanded,
+    without_reordered,
 )
 from runner.engine.transformers_loader import load_with_transformers
 from runner.engine.transformers_model import TransformersModel
@@ -226,5 +226,5 @@ def _held_quantization(
     wanted = with_head if source.quantizes_head else product_names
     numbers, of = source.quantization, f"{source.name}={source.model}"
     asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
-    held = held_weights(modules, in_their_order(found, arch), asked, of, source.quantization_option)
+    held = held_weights(modules, without_reordered(found, arch), asked, of, source.quantization_option)
     return held if not held or can_hold_quantized(source, device) else {}

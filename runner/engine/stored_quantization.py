@@ -50,8 +50,8 @@ def quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: Ar
     return dict.fromkeys((name for name in products if of_experts in name), scheme.storage)
 
 
-def in_their_order(found: Quantization, arch: Architecture) -> Quantization:
-    """Without queries and keys whose heads are reordered, which is done expanded, and what is multiplied with them."""
+def without_reordered(found: Quantization, arch: Architecture) -> Quantization:
+    """Without queries and keys whose heads are reordered, which takes dense rows, and what is multiplied with them."""
     if not arch.head_orders:
         return found
     reordered = tuple(f".{name}" for name in arch.beside_heads)
@@ -64,7 +64,7 @@ def quantization_of_head(
     device: torch.device,
     *,
     arch: Architecture | None,  # of its layers; None: they are not ours
-    layer: str = "layers.{}.",  # before the names of a layer's tensors
+    layer: str,  # before the names of a layer's tensors
     repeated: Mapping[str, str] | None = None,  # as fill_head takes it
 ) -> Quantization:
     """Which of its weights a draft head holds quantized, by their modules; what it does not multiply by it expands.
@@ -72,18 +72,17 @@ def quantization_of_head(
     Raises:
         UserError: as quantization_of_dummy, of dummies.
     """
-    if source.is_dummy:
-        found = (
-            {} if arch is None else in_their_order(quantization_of_dummy(source, _products(arch, layer), arch), arch)
-        )
-    else:
-        of_places = {**{name: name for name in tensors}, **(repeated or {})}
-        stored = {place: tensors.get(name) for place, name in of_places.items()}
+    found: Quantization = {}
+    if not source.is_dummy:
+        places = {**{name: name for name in tensors}, **(repeated or {})}
+        stored = {place: tensors.get(name) for place, name in places.items()}
         found = {
             place.removesuffix(".weight"): tensor.storage
             for place, tensor in stored.items()
             if isinstance(tensor, QuantizedTensor)
         }
+    elif arch is not None:
+        found = without_reordered(quantization_of_dummy(source, _products(arch, layer), arch), arch)
     held = {name: storage for name, storage in found.items() if storage.is_multiplied}
     return held if not held or can_hold_quantized(source, device) else {}
 
