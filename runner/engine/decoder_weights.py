@@ -20,7 +20,7 @@ from runner.engine.head_order import in_our_order
 from runner.engine.linear import WeightTarget
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.shard import Shard
-from runner.engine.weight_filling import STD, draw_quantized, fill_quantized, fill_weight
+from runner.engine.weight_filling import draw_weight, fill_quantized, fill_weight
 
 
 def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, source: ModelSource, shard: Shard) -> None:
@@ -69,10 +69,8 @@ def fill_randomly(decoder: Decoder) -> None:
             fill_quantized(target, decoder.tied_rows)
         elif "norm" in name or name.endswith(("scale", "layer_scalar")):
             target.view.fill_(1.0)
-        elif target.quantized is None:
-            target.view.normal_(std=STD, generator=generator)
         else:
-            draw_quantized(target.quantized, generator)
+            draw_weight(target, generator)
 
 
 def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, shard: Shard) -> None:

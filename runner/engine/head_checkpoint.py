@@ -27,7 +27,7 @@ from runner.engine.linear import WeightTarget
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import warn_of_unread_rope
 from runner.engine.stored_quantization import tell_expanded
-from runner.engine.weight_filling import STD, draw_quantized, fill_weight
+from runner.engine.weight_filling import draw_weight, fill_weight
 
 HeadTensor = torch.Tensor | QuantizedTensor
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -240,10 +240,7 @@ def _fill_randomly(targets: Mapping[str, WeightTarget]) -> None:
             target.view.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             generator = generator or torch.Generator(target.view.device).manual_seed(0)
-            if target.quantized is not None:
-                draw_quantized(target.quantized, generator)
-            else:
-                target.view.normal_(std=STD, generator=generator)
+            draw_weight(target, generator)
 
 
 def _unpickle(file: Path, source: ModelSource) -> dict[str, torch.Tensor]:

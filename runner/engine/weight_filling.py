@@ -14,7 +14,7 @@ from runner.engine.quantized_tensors import Numbers, QuantizedTensor, require_sc
 from runner.engine.shard import Shard
 
 STD = 0.02  # of random weights
-SOME_BLOCK_SCALES = (168, 184)  # of random weights: octets below 184, which stand for 2**-9 up to almost 2**-7
+SOME_BLOCK_SCALES = (168, 184)  # of random weights: octets from 168 to 183, for 2**-9 up to almost 2**-7
 
 
 def fill_weight(
@@ -57,12 +57,12 @@ def _copy_numbers(
         if groups.shape[1] == 1:
             return groups
         held = num_groups(target.shape[1], target.group_size)
-        repeats = (storage.group_size or 1) // target.group_size  # of groups that ranks halve
+        repeats = (storage.group_size or 1) // target.group_size  # split_inputs may have halved groups
         first = shard.rank * held
         return groups.repeat_interleave(repeats, dim=1)[:, first : first + held]
 
     target.scales.copy_(own(found.scales))
-    if target.zeros is not None:  # which matrices that are multiplied with this one may have alone
+    if target.zeros is not None:  # this matrix may have none, where one that is multiplied with it has some
         target.zeros.copy_(torch.tensor(ZERO) if found.zeros is None else own(found.zeros))
     if found.block_scales is not None and target.block_scales is not None:
         block_scales = own(found.block_scales)
@@ -70,7 +70,7 @@ def _copy_numbers(
 
 
 def fill_quantized(target: WeightTarget, weight: torch.Tensor) -> None:
-    """Of a dense weight [out_features, in_features], quantized output by output."""
+    """With a dense weight [out_features, in_features], which is quantized output by output."""
     assert target.quantized is not None
     _hold(target.quantized, weight)
 
@@ -81,9 +81,12 @@ def _hold(target: QuantizedWeight, weight: torch.Tensor) -> None:
     target.scales.copy_(found.scales)
 
 
-def draw_quantized(weight: QuantizedWeight, generator: torch.Generator) -> None:
-    """Random numbers of STD, of codes all as likely."""
-    if weight.has_codes:
+def draw_weight(target: WeightTarget, generator: torch.Generator) -> None:
+    """Random numbers with a standard deviation of STD: normal ones, or codes that are all as likely."""
+    weight = target.quantized
+    if weight is None:
+        target.view.normal_(std=STD, generator=generator)
+    elif weight.has_codes:
         _draw_codes(weight, generator)
     else:
         dense = torch.empty(weight.shape, device=weight.device)
@@ -91,7 +94,7 @@ def draw_quantized(weight: QuantizedWeight, generator: torch.Generator) -> None:
 
 
 def _draw_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
-    """All are as likely. Scales are of 16 bits, as published ones."""
+    """Scales are of 16 bits, as published ones."""
     octets = weight.numbers
     if weight.is_in_words:
         octets = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
