@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT
+from runner.engine import mixtures
 from runner.engine.family import Family, NormNames, StateKeys
-from runner.engine.mixture import Mixture
 
 OF_DELTA_NETS = StateKeys(
     "linear_num_key_heads",
@@ -88,79 +87,11 @@ _OLMO: dict[str, Any] = {
     "is_qk_norm_whole": True,
 }
 _LATER_OLMO: dict[str, Any] = {**_OLMO, "norms": OLMO_NORMS, "norms_round_last": True}
-_OLMO_MIXTURE = Mixture(block="mlp", size_key="intermediate_size", is_normalized="norm_topk_prob")
 _EXAONE: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "windows": "by_layer", "is_rope_in_windows": True}
-
-# DeepSeek-V3's mixture (arXiv 2412.19437).
-_DEEPSEEK_MIXTURE = Mixture(
-    block="mlp",
-    router_digits="of checkpoint",
-    count_key="n_routed_experts",
-    scores="sigmoid",
-    is_normalized="norm_topk_prob",
-    scale_key="routed_scaling_factor",
-    has_groups=True,
-    corrections="gate.e_score_correction_bias",
-    shared="shared_experts",
-    shared_count_key="n_shared_experts",
-    layers="behind_first",
-)
-
-_EXAONE_MIXTURE = replace(
-    _DEEPSEEK_MIXTURE,
-    count_key="num_experts",
-    corrections="e_score_correction_bias",
-    shared_count_key="num_shared_experts",
-    layers="by_type",
-)
-
-# Trinity's. The first layers, as many as num_dense_layers says, have none.
-_AFMOE_MIXTURE = replace(
-    _DEEPSEEK_MIXTURE,
-    router="router.gate",
-    router_digits="of rows",
-    count_key="num_experts",
-    is_normalized=True,
-    scale_key="route_scale",
-    has_groups=False,
-    corrections="expert_bias",
-    shared_count_key="num_shared_experts",
-    layers="behind_dense",
-)
-
-_HY_MIXTURE = replace(
-    _EXAONE_MIXTURE,
-    router="router.gate",
-    is_normalized=True,
-    scale_key="router_scaling_factor",
-    has_groups=False,
-    corrections="expert_bias",
-    shared="shared_mlp",
-)
 
 _LATENT: dict[str, Any] = {"output_bias": "attention_bias", "is_latent": True, "is_rope_interleaved": "rope_interleave"}
 
 _LFM: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "eps_key": "norm_eps", "has_short_convs": True}
-
-_LAGUNA_MIXTURE = Mixture(
-    block="mlp",
-    is_there="num_experts",
-    scores="sigmoid",
-    scale_key="moe_routed_scaling_factor",
-    corrections="experts.e_score_correction_bias",
-    shared="shared_expert",
-    shared_size_key="shared_expert_intermediate_size",
-    layers="by_type",
-)
-
-# Qwen2-MoE's, whose shared expert is gated.
-_QWEN_MIXTURE: dict[str, Any] = {
-    "block": "mlp",
-    "shared": "shared_expert",
-    "shared_size_key": "shared_expert_intermediate_size",
-    "shared_gate": "shared_expert_gate",
-}
-_SPARSE_QWEN_MIXTURE = Mixture(**_QWEN_MIXTURE, is_normalized="norm_topk_prob", layers="by_step")
 
 _HUNYUAN: dict[str, Any] = {
     "output_bias": "attention_bias",
@@ -185,26 +116,6 @@ _SHARED_GRANITE_MLP: dict[str, Any] = {
     "fused": ("linears",),
 }
 _SHARED_GRANITE: dict[str, Any] = {**_GRANITE, **_SHARED_GRANITE_MLP}
-_GRANITE_MIXTURE = Mixture(
-    block="",
-    router="block_sparse_moe.router.layer",
-    count_key="num_local_experts",
-    size_key="intermediate_size",
-    stacks="by_output",
-    stack_names=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-)
-_SHARED_GRANITE_MIXTURE = replace(_GRANITE_MIXTURE, shared="shared_mlp", shared_size_key="shared_intermediate_size")
-
-# Gemma 4's, as its 26B-A4B has it; dense layers of that family have none.
-_GEMMA_MIXTURE = Mixture(
-    block="",
-    is_there="enable_moe_block",
-    is_beside_mlp=True,
-    router="router.proj",
-    choices_key="top_k_experts",
-    factors="router.per_expert_scale",
-    stacks="by_output",
-)
 
 FAMILIES = {
     "afmoe": Family(
@@ -217,7 +128,7 @@ FAMILIES = {
         has_output_gate=True,
         is_gate_apart=True,
         fixed_values={"attention_bias": False, "score_func": "sigmoid", "route_norm": True},
-        experts=_AFMOE_MIXTURE,
+        experts=mixtures.AFMOE,
     ),
     "arcee": Family(output_bias="attention_bias", mlp_bias="mlp_bias", is_mlp_gated=False, activation_names=("relu2",)),
     "cwm": Family(qkv_bias=False, windows="by_layer"),
@@ -225,105 +136,57 @@ FAMILIES = {
         **{**_LATENT, "is_rope_interleaved": True},
         mlp_bias="mlp_bias",
         fixed_values={"topk_method": "greedy"},
-        experts=replace(_DEEPSEEK_MIXTURE, scores="softmax", has_groups=False, corrections=None, is_normalized=False),
+        experts=mixtures.DEEPSEEK_V2,
     ),
-    "deepseek_v3": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
-    "dots1": Family(
-        output_bias="attention_bias",
-        qk_norm=True,
-        windows="by_layer",
-        experts=_DEEPSEEK_MIXTURE,
-    ),
+    "deepseek_v3": Family(**_LATENT, experts=mixtures.DEEPSEEK),
+    "dots1": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer", experts=mixtures.DEEPSEEK),
     "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_rope_interleaved=True),
     "ernie4_5_moe": Family(
         qkv_bias=False,
         is_rope_interleaved=True,
         fixed_values={"use_bias": False, "moe_norm_min": 1e-12},  # moe_norm_min: sums are larger
-        experts=Mixture(
-            block="mlp",
-            router_digits="float32",
-            count_key="moe_num_experts",
-            choices_key="moe_k",
-            corrections="moe_statics.e_score_correction_bias",
-            corrections_have_rows=True,
-            shared="shared_experts",
-            shared_count_key="moe_num_shared_experts",
-            layers="in_range",
-        ),
+        experts=mixtures.ERNIE,
     ),
     "exaone4": Family(**_EXAONE, norms=OLMO_NORMS),
-    "exaone_moe": Family(**_EXAONE, experts=_EXAONE_MIXTURE),
-    "flex_olmo": Family(**_LATER_OLMO, experts=_OLMO_MIXTURE),
+    "exaone_moe": Family(**_EXAONE, experts=mixtures.EXAONE),
+    "flex_olmo": Family(**_LATER_OLMO, experts=mixtures.OLMO),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(
         **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
     ),
     "gemma3_text": Family(**_LATER_GEMMA, qk_norm=True, reads=("query_pre_attn_scalar", "final_logit_softcapping")),
-    "gemma4_text": Family(
-        **_GEMMA4,
-        has_per_layer_inputs=True,
-        experts=_GEMMA_MIXTURE,
-    ),
+    "gemma4_text": Family(**_GEMMA4, has_per_layer_inputs=True, experts=mixtures.GEMMA4),
     "gemma4_unified_text": Family(**_GEMMA4),
     "glm": Family(is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
     "glm4": Family(norms=GLM_NORMS, is_rope_partial=True, is_rope_interleaved=True, fused=("gate_up",)),
-    "glm4_moe_lite": Family(**_LATENT, experts=replace(_DEEPSEEK_MIXTURE, layers="by_type")),
-    "glm4_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, experts=_DEEPSEEK_MIXTURE),
+    "glm4_moe_lite": Family(**_LATENT, experts=mixtures.GLM4_LITE),
+    "glm4_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, experts=mixtures.DEEPSEEK),
     "gpt_oss": Family(
         output_bias="attention_bias",
         windows="by_layer",
         has_sinks=True,
         activation="clamped_swiglu",
         fixed_values={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
-        experts=Mixture(
-            block="mlp",
-            router="router",
-            count_key="num_local_experts",
-            size_key="intermediate_size",
-            has_biases=True,
-            stacks="by_input_in_turns",
-        ),
+        experts=mixtures.GPT_OSS,
     ),
     "granite": Family(**_GRANITE, mlp_bias="mlp_bias"),
     "granite_swa": Family(**_GRANITE_OF_WINDOWS, mlp_bias="mlp_bias"),
-    "granitemoe": Family(**_GRANITE, experts=_GRANITE_MIXTURE),
-    "granitemoe_swa": Family(
-        **_GRANITE_OF_WINDOWS,
-        **_SHARED_GRANITE_MLP,
-        experts=replace(
-            _SHARED_GRANITE_MIXTURE,
-            router="block_sparse_moe.router",
-            stack_names=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-        ),
-    ),
+    "granitemoe": Family(**_GRANITE, experts=mixtures.GRANITE),
+    "granitemoe_swa": Family(**_GRANITE_OF_WINDOWS, **_SHARED_GRANITE_MLP, experts=mixtures.GRANITE_OF_WINDOWS),
     "granitemoehybrid": Family(
         **_SHARED_GRANITE,
         fixed_values={"time_step_limit": (0.0, math.inf)},
         delta_nets="mamba",
         state_keys=OF_GRANITE,
         reads=("position_embedding_type",),
-        experts=replace(_SHARED_GRANITE_MIXTURE, is_there="num_local_experts"),
+        experts=mixtures.HYBRID_GRANITE,
     ),
-    "granitemoeshared": Family(
-        **_SHARED_GRANITE,
-        experts=_SHARED_GRANITE_MIXTURE,
-    ),
+    "granitemoeshared": Family(**_SHARED_GRANITE, experts=mixtures.SHARED_GRANITE),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
-    "hunyuan_v1_moe": Family(
-        **_HUNYUAN,
-        experts=Mixture(
-            block="mlp",
-            router="gate.wg",
-            router_digits="of checkpoint",
-            choices_key="moe_topk",
-            size_key="intermediate_size",
-            shared="shared_mlp",
-            shared_size_key="intermediate_size",
-        ),
-    ),
-    "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=_HY_MIXTURE),
+    "hunyuan_v1_moe": Family(**_HUNYUAN, experts=mixtures.HUNYUAN),
+    "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=mixtures.HY),
     "internlm3": Family(**_LLAMA),
-    "kimi_k2": Family(**_LATENT, experts=_DEEPSEEK_MIXTURE),
+    "kimi_k2": Family(**_LATENT, experts=mixtures.DEEPSEEK),
     "iquestcoder": Family(**_LLAMA),
     "laguna": Family(
         output_bias="attention_bias",
@@ -337,21 +200,10 @@ FAMILIES = {
         gates_heads="gating",
         reads=("num_attention_heads_per_layer",),
         fixed_values={"moe_router_logit_softcapping": 0.0},
-        experts=_LAGUNA_MIXTURE,
+        experts=mixtures.LAGUNA,
     ),
     "lfm2": Family(**_LFM, reads=("block_auto_adjust_ff_dim",)),
-    "lfm2_moe": Family(
-        **_LFM,
-        fixed_values={"use_expert_bias": True},
-        experts=Mixture(
-            block="mlp",
-            scores="sigmoid",
-            is_normalized="norm_topk_prob",
-            scale_key="routed_scaling_factor",
-            corrections="expert_bias",
-            layers="behind_dense",
-        ),
-    ),
+    "lfm2_moe": Family(**_LFM, fixed_values={"use_expert_bias": True}, experts=mixtures.LFM2),
     "lfm3": Family(
         **_LFM,
         norms=LFM3_NORMS,
@@ -373,59 +225,23 @@ FAMILIES = {
         mlp_size_key="intermediate_size_mlp",
         fixed_values={"num_experts_per_tok": 1},
         reads=("no_rope_layers", "attn_temperature_tuning"),
-        experts=Mixture(
-            block="feed_forward",
-            router="router",
-            count_key="num_local_experts",
-            size_key="intermediate_size",
-            scales_inputs=True,
-            shared="shared_expert",
-            shared_size_key="intermediate_size",
-            layers="listed",
-            stacks="by_input",
-        ),
+        experts=mixtures.LLAMA4,
     ),
     "mimo": Family(qkv_bias=True, windows="by_layer"),
-    "mellum": Family(
-        output_bias="attention_bias",
-        qk_norm=True,
-        windows="by_layer",
-        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_type"),
-    ),
+    "mellum": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer", experts=mixtures.MELLUM),
     "minimax_m2": Family(
         qkv_bias=False,
         qk_norm=True,
         is_qk_norm_whole=True,
         is_rope_partial=True,
         reads=("rotary_dim",),
-        experts=Mixture(
-            block="block_sparse_moe",
-            projections=("w1", "w3", "w2"),
-            router_digits="of checkpoint",
-            count_key="num_local_experts",
-            size_key="intermediate_size",
-            scores="sigmoid",
-            corrections="e_score_correction_bias",
-        ),
+        experts=mixtures.MINIMAX,
     ),
     "ministral": Family(qkv_bias=False, windows="by_layer"),
     "ministral3": Family(qkv_bias=False, windows="one"),
     "mistral": Family(qkv_bias=False, windows="one"),  # one with layer_types is a ministral
-    "mistral4": Family(
-        **_LATENT,
-        experts=replace(
-            _DEEPSEEK_MIXTURE, router_digits="of rows", scores="softmax", corrections=None, stacks="by_output"
-        ),
-    ),
-    "mixtral": Family(
-        windows="one",
-        experts=Mixture(
-            block="block_sparse_moe",
-            projections=("w1", "w3", "w2"),
-            count_key="num_local_experts",
-            size_key="intermediate_size",
-        ),
-    ),
+    "mistral4": Family(**_LATENT, experts=mixtures.MISTRAL4),
+    "mixtral": Family(windows="one", experts=mixtures.MIXTRAL),
     "muse_glimmer_text": Family(
         output_bias="attention_bias",
         qk_norm=True,
@@ -462,38 +278,21 @@ FAMILIES = {
             "sliding_window": None,
             "residual_in_fp32": False,
         },
-        experts=replace(
-            _DEEPSEEK_MIXTURE,
-            projections=("up_proj", "down_proj"),
-            latent_key="moe_latent_size",
-            shared_size_key="moe_shared_expert_intermediate_size",
-            layers="by_block",
-        ),
+        experts=mixtures.NEMOTRON,
     ),
     "olmo2": Family(**_LATER_OLMO),
     "olmo3": Family(**_LATER_OLMO, windows="by_layer"),
-    "olmoe": Family(**_OLMO, fixed_values={"clip_qkv": None}, experts=_OLMO_MIXTURE),
+    "olmoe": Family(**_OLMO, fixed_values={"clip_qkv": None}, experts=mixtures.OLMO),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),
-    "qwen2_moe": Family(qkv_bias="qkv_bias", windows="by_layer", experts=_SPARSE_QWEN_MIXTURE),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", windows="by_layer", experts=mixtures.QWEN2),
     "qwen2_5_vl_text": Family(qkv_bias=True, windows="by_layer"),
     "qwen3": Family(output_bias="attention_bias", qk_norm=True, windows="by_layer"),
-    "qwen3_5_moe_text": Family(
-        **_QWEN3_NEXT, delta_nets="by_matrix", experts=Mixture(**_QWEN_MIXTURE, stacks="by_output")
-    ),
+    "qwen3_5_moe_text": Family(**_QWEN3_NEXT, delta_nets="by_matrix", experts=mixtures.QWEN3_5),
     "qwen3_5_text": Family(**_QWEN3_NEXT, delta_nets="by_matrix"),
-    "qwen3_moe": Family(
-        output_bias="attention_bias",
-        qk_norm=True,
-        windows="one",
-        experts=Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_step"),
-    ),
-    "qwen3_next": Family(**_QWEN3_NEXT, delta_nets="by_key_head", experts=_SPARSE_QWEN_MIXTURE),
-    "qwen3_vl_moe_text": Family(
-        output_bias="attention_bias",
-        qk_norm=True,
-        experts=Mixture(block="mlp", layers="by_step", stacks="by_input"),
-    ),
+    "qwen3_moe": Family(output_bias="attention_bias", qk_norm=True, windows="one", experts=mixtures.QWEN3),
+    "qwen3_next": Family(**_QWEN3_NEXT, delta_nets="by_key_head", experts=mixtures.QWEN2),
+    "qwen3_vl_moe_text": Family(output_bias="attention_bias", qk_norm=True, experts=mixtures.QWEN3_VL),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "smollm3": Family(
@@ -503,7 +302,7 @@ FAMILIES = {
         reads=("no_rope_layers", "use_sliding_window"),
     ),
     "youtu": Family(**_LATENT),
-    "solar_open": Family(experts=replace(_DEEPSEEK_MIXTURE, layers="all")),
+    "solar_open": Family(experts=mixtures.SOLAR),
 }
 GEMMA4_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.heads_by_layer)
 # Of other draft heads.
