@@ -292,8 +292,8 @@ def target_and_head(
 def num_head_weights(head_class: Callable[..., DFlashHead], config: DFlashConfig, target: LoadedModel) -> int:
     """Without embeddings and projection, which are the target's."""
     with torch.device("meta"):
-        own = head_class(config, target, max_model_len=64, dtype=torch.bfloat16, own=()).weight_targets()
-    return sum(target.view.numel() for target in own.values())
+        head = head_class(config, target, max_model_len=64, dtype=torch.bfloat16, own=(), quantization={})
+    return sum(target.view.numel() for target in head.weight_targets().values())
 
 
 def test_muse_glimmers_drafter_has_as_many_parameters_as_the_published_one() -> None:
@@ -334,7 +334,9 @@ def test_nemotrons_drafters_have_the_tensors_of_the_published_ones() -> None:
     target, _ = target_and_head("nemotron3_5_lightning", {}, "dspark")
     read = read_dspark_config(target.source, target, None)
     with torch.device("meta"):
-        own = DSparkHead(read, target, max_model_len=64, dtype=torch.bfloat16, own=("embed_tokens.weight",))
+        own = DSparkHead(
+            read, target, max_model_len=64, dtype=torch.bfloat16, own=("embed_tokens.weight",), quantization={}
+        )
     sizes = {name: target.view.numel() for name, target in own.weight_targets().items()}
     packed = [name for name in sizes if name.startswith("fc.") or ".mlp." in name or ".markov_w2." in name]
     num_bytes = sum(size / 2 + size / 16 if name in packed else 2 * size for name, size in sizes.items())

@@ -55,7 +55,7 @@ class DFlashHead(LayeredHead):
         max_model_len: int,
         dtype: torch.dtype,
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
-        quantization: Quantization | None = None,  # as LayeredHead's
+        quantization: Quantization,  # as LayeredHead's
     ) -> None:
         arch, shard = config.arch, Shard()
         super().__init__(

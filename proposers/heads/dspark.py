@@ -31,7 +31,7 @@ class DSparkHead(SequentialBlockHead):
         config: DSparkConfig,
         *arguments: Any,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,
+        quantization: Quantization,
         **keys: Any,
     ) -> None:
         super().__init__(config, *arguments, dtype=dtype, quantization=quantization, **keys)

@@ -47,7 +47,7 @@ class EagleHead(LayeredHead):
         dtype: torch.dtype,
         has_bias: bool,  # of fc
         own: Collection[str],  # which of EMBEDDING and LM_HEAD the head brings
-        quantization: Quantization | None = None,  # as LayeredHead's
+        quantization: Quantization,  # as LayeredHead's
     ) -> None:
         super().__init__(
             arch,

@@ -43,12 +43,12 @@ class LayeredHead:
         max_model_len: int,
         dtype: torch.dtype,
         own: Collection[str],  # which of EMBEDDING, LM_HEAD and DRAFT_TO_TARGET the head brings
-        quantization: Quantization | None = None,  # of its own products, by their modules; None: all are dense
+        quantization: Quantization,  # of its own products, by their modules
     ) -> None:
         size = arch.hidden_size
         self.target, self.hidden_size, self.max_model_len = target.model, size, max_model_len
         self.embed_tokens = torch.empty(arch.vocab_size, size, dtype=dtype) if EMBEDDING in own else None
-        held = (quantization or {}).get("lm_head")
+        held = quantization.get("lm_head")
         self.lm_head = empty_weight(draft_vocab_size, size, dtype, held) if LM_HEAD in own else None
         self.draft_to_target = torch.empty(draft_vocab_size, dtype=torch.int64) if DRAFT_TO_TARGET in own else None
         # Of its own table and projection (Gemma); the target's have theirs.

@@ -27,19 +27,18 @@ class MarkovHead(SequentialHead):
         vocab_size: int,
         draft_vocab_size: int,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,  # of its products, by their modules; None: both are dense
+        quantization: Quantization,  # of its products, by their modules
     ) -> None:
         """kind: of KINDS. The token before is one of vocab_size, what is guessed one of draft_vocab_size."""
         self.kind, self.rank = kind, rank
         self.has_state = kind == "rnn"
         self.table = torch.empty(vocab_size, rank, dtype=dtype)
-        held = quantization or {}
-        self.projection: Weight = empty_weight(draft_vocab_size, rank, dtype, held.get("markov_w2"))
+        self.projection: Weight = empty_weight(draft_vocab_size, rank, dtype, quantization.get("markov_w2"))
         num_mixed = {"vanilla": 0, "gated": 1, "rnn": 3}[kind]
         width = hidden_size + (2 if kind == "rnn" else 1) * rank
         self._mixer_name = "joint_proj" if kind == "rnn" else "gate_proj"
         self.mixer: Weight | None = (
-            empty_weight(num_mixed * rank, width, dtype, held.get(self._mixer_name)) if num_mixed else None
+            empty_weight(num_mixed * rank, width, dtype, quantization.get(self._mixer_name)) if num_mixed else None
         )
         self.mixer_bias = torch.empty(num_mixed * rank, dtype=dtype) if num_mixed else None
 

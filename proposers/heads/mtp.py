@@ -57,7 +57,7 @@ class MtpHead:
         norms_add_one: bool,  # to their weights
         max_model_len: int,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,  # of what is not the block's, by modules; None: all is dense
+        quantization: Quantization,  # of what is not the block's, by modules
     ) -> None:
         layout, size, vocab_size = found.layout, target.model.hidden_size, target.model.vocab_size
         self.layout, self.block, self.target, self.max_model_len = layout, block, target.model, max_model_len
@@ -77,7 +77,7 @@ class MtpHead:
         else:
             self.final_norm = norm()
         self.embed_tokens = torch.empty(vocab_size, size, dtype=dtype) if found.own_embedding else None
-        held = (quantization or {}).get(found.own_head.removesuffix(".weight"))
+        held = quantization.get(found.own_head.removesuffix(".weight"))
         self.lm_head: Weight | None = empty_weight(vocab_size, size, dtype, held) if found.own_head else None
         # Of the target's head, where lm_head becomes a copy of it (proposers/heads/quantized.py).
         self.logits_softcap: torch.Tensor | None = None

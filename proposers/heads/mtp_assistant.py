@@ -53,7 +53,7 @@ class MtpAssistantHead:
         max_model_len: int,
         dtype: torch.dtype,
         table_name: str,  # of the projection to the vocabulary, in the checkpoint
-        quantization: Quantization | None = None,  # of other products, by their modules; None: all are dense
+        quantization: Quantization,  # of other products, by their modules
     ) -> None:
         arch, shard, state_size = config.arch, Shard(), target.model.hidden_size
         self.target, self.max_model_len = target.model, max_model_len
