@@ -27,7 +27,7 @@ from runner.tiny import (
     DEMO_PATH,
     DRAFT_DIR,
     HEAD_DIRS,
-    MANIFEST_PATH,
+    MANIFEST,
     NUM_SPECULATIVE_TOKENS,
     TARGET_DIR,
     TINY_DIR,
@@ -72,7 +72,7 @@ def corpus() -> Corpus:
 
 
 def test_every_checkpoint_file_has_the_hash_in_the_manifest() -> None:
-    assert file_records(TINY_DIR, MODELS) == read_manifest(MANIFEST_PATH)["files"]
+    assert file_records(TINY_DIR, MODELS) == read_manifest(TINY_DIR / MANIFEST)["files"]
 
 
 def test_the_family_with_all_its_heads_is_small() -> None:
@@ -105,7 +105,7 @@ def test_target_and_draft_share_one_vocabulary(tokenizer: PreTrainedTokenizerFas
 
 
 def test_manifest_counts_the_stored_parameters() -> None:
-    models = read_manifest(MANIFEST_PATH)["models"]
+    models = read_manifest(TINY_DIR / MANIFEST)["models"]
     for name, directory in (("target", TARGET_DIR), ("draft", DRAFT_DIR)):
         assert num_parameters(load_model(directory, CPU)) == models[name]["parameters"]
     assert models["draft"]["parameters"] * 4 < models["target"]["parameters"]
@@ -124,7 +124,7 @@ def test_target_is_clearly_better_than_the_draft(corpus: Corpus, tokenizer: PreT
     windows = TokenStream(corpus.held_out, tokenizer).consecutive(length=256)[:8]
     target, draft = (held_out_loss(load_model(directory, CPU), windows) for directory in (TARGET_DIR, DRAFT_DIR))
     assert target < draft - 0.2
-    models = read_manifest(MANIFEST_PATH)["models"]
+    models = read_manifest(TINY_DIR / MANIFEST)["models"]
     assert models["target"]["held_out_loss"] < models["draft"]["held_out_loss"] - 0.2
 
 
@@ -421,10 +421,10 @@ def test_every_head_is_trained_again_bit_for_bit_in_whatever_order(micro_family:
     roots = [tmp_path / "first", tmp_path / "second"]
     for root in roots:
         shutil.copytree(micro_family, root)
-    before = read_manifest(micro_family / "manifest.json")
+    before = read_manifest(micro_family / MANIFEST)
     for root, methods in zip(roots, (list(HEAD_DIRS), list(reversed(HEAD_DIRS))), strict=True):
         train_heads(MICRO_RECIPE, root, methods, device=CPU, report=lambda stage: silent)
-    first, second = (read_manifest(root / "manifest.json") for root in roots)
+    first, second = (read_manifest(root / MANIFEST) for root in roots)
     assert first["files"] == second["files"] == file_records(roots[0], MODELS)
     assert first["models"] == second["models"] and set(first["models"]) == set(MODELS)
     assert set(first["stages"]) == set(before["stages"]) | {"texts", *HEAD_DIRS}
@@ -499,7 +499,7 @@ def test_the_recipe_runs_end_to_end_and_repeats_bit_for_bit(micro_family: Path, 
     notes = []
     for train in (train_target, train_draft):
         train(MICRO_RECIPE, tmp_path, device=CPU, report=lambda done, total, note: notes.append((done, total, note)))
-    first, second = (read_manifest(root / "manifest.json") for root in (micro_family, tmp_path))
+    first, second = (read_manifest(root / MANIFEST) for root in (micro_family, tmp_path))
     assert first["files"] == second["files"] == file_records(tmp_path, ("target", "draft"))
     assert first["stages"]["target"]["steps"] == 2 and first["stages"]["draft"]["steps"] == 4
     assert set(first["stages"]) == {"tokenizer", "target", "generate", "draft"}
@@ -522,7 +522,7 @@ def test_a_new_draft_discards_the_head_that_began_as_the_old_one(micro_family: P
     train_heads(MICRO_RECIPE, root, ["pard", "medusa"], device=CPU, report=lambda stage: silent)
     train_draft(MICRO_RECIPE, root, device=CPU, report=silent)
     assert not (root / "pard").exists()
-    record = read_manifest(root / "manifest.json")
+    record = read_manifest(root / MANIFEST)
     assert record["files"] == file_records(root, ("target", "draft", "medusa"))
     assert set(record["models"]) == {"target", "draft", "medusa"} and "pard" not in record["stages"]
 
@@ -575,7 +575,7 @@ def test_an_output_below_a_file_is_refused_before_anything_is_trained(
 
 
 def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
-    stated = read_manifest(MANIFEST_PATH)["acceptance"]
+    stated = read_manifest(TINY_DIR / MANIFEST)["acceptance"]
     assert set(stated) == {"conditions", "draft_model", "ngram", *HEAD_DIRS}
     assert {method: stated[method]["num_speculative_tokens"] for method in HEAD_DIRS} == {
         method: NUM_SPECULATIVE_TOKENS[method] for method in HEAD_DIRS
@@ -590,7 +590,7 @@ def test_the_manifest_states_the_acceptance_of_every_drafter() -> None:
 
 def test_the_engine_measures_the_acceptance_that_the_manifest_states() -> None:
     """Of one of them, for time; a head that learned from the target's states is worth more than a small model."""
-    stated = read_manifest(MANIFEST_PATH)["acceptance"]
+    stated = read_manifest(TINY_DIR / MANIFEST)["acceptance"]
     numbers = measure_acceptance(TINY_DIR, "eagle3")
     for key in ("mean_acceptance_length", "acceptance_rate"):
         assert numbers[key] == pytest.approx(stated["eagle3"][key], rel=0.03), key

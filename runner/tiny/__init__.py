@@ -21,7 +21,7 @@ NUM_SPECULATIVE_TOKENS = {"draft_model": 4, "ngram": 4} | {
     method: {"medusa": 3, "dflash": 7, "dspark": 7}.get(method, 4) for method in HEAD_DIRS
 }
 DEMO_PATH = TINY_DIR / "demo.jsonl"
-MANIFEST_PATH = TINY_DIR / "manifest.json"
+MANIFEST = "manifest.json"  # of a family, in its directory
 
 TARGET_NAME = "tiny"
 DRAFT_NAME = "tiny-draft"

@@ -16,7 +16,7 @@ from runner.config import DemoWorkload
 from runner.llm import LLM, SamplingParams
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
-from runner.tiny import NUM_SPECULATIVE_TOKENS, TINY_DIR
+from runner.tiny import MANIFEST, NUM_SPECULATIVE_TOKENS, TINY_DIR
 from runner.tiny.manifest import read_manifest, write_manifest
 from runner.workload import read_workload
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="enter what was measured into the family's manifest.json")
     arguments = parser.parse_args(argv)
-    path = arguments.family / "manifest.json"
+    path = arguments.family / MANIFEST
     if not path.is_file():
         parser.error(f"--family must be a directory that runner.tiny has filled, got {arguments.family}")
     return exit_status(lambda: _measure(arguments, path))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from runner.tiny import NUM_SPECULATIVE_TOKENS, distill, manifest
+from runner.tiny import MANIFEST, NUM_SPECULATIVE_TOKENS, distill, manifest
 from runner.tiny.agreement import mean_acceptance_length
 from runner.tiny.corpus import TokenStream, read_corpus
 from runner.tiny.model import load_model, num_parameters
@@ -197,7 +197,7 @@ def computed_on(device: torch.device) -> dict[str, Any]:
 
 def add_to_manifest(recipe: Recipe, root: Path, name: str, *, stages: dict[str, Any], measured: dict[str, Any]) -> None:
     """Enters one head; what the manifest says about the target, the draft and other heads stays."""
-    path = root / "manifest.json"
+    path = root / MANIFEST
     record = manifest.read_manifest(path)
     record["recipe"] = recipe.as_record()
     record["stages"] = {**record["stages"], **stages}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from runner.tiny import HEAD_DIRS, distill, manifest
+from runner.tiny import HEAD_DIRS, MANIFEST, distill, manifest
 from runner.tiny.corpus import Corpus, TokenStream, num_bytes, read_corpus
 from runner.tiny.model import ModelShape, build_model, load_model, num_parameters, save_model
 from runner.tiny.tokenizer import load_tokenizer, train_tokenizer
@@ -280,7 +280,7 @@ def update_manifest(
     device: torch.device,
 ) -> None:
     """Rewrites the recipe's keys: a new target starts the manifest afresh, a new draft keeps target and heads."""
-    path = root / "manifest.json"
+    path = root / MANIFEST
     earlier = manifest.read_manifest(path) if "draft" in names and path.exists() else {}
     stale = ("pard",)  # began as the earlier draft
     kept = {key: manifest.without(earlier.get(key, {}), *stale) for key in ("stages", "models", "files")}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from runner.cli.arguments import directory_to_fill
-from runner.tiny import HEAD_DIRS
+from runner.tiny import HEAD_DIRS, MANIFEST
 
 STAGES = ("target", "draft", *HEAD_DIRS)
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if heads:
             train_heads(recipe, arguments.output, heads, device=device, report=report_of)
     print(f"{arguments.output}: {time.perf_counter() - started:.0f} s")
-    for model, record in read_manifest(arguments.output / "manifest.json")["models"].items():
+    for model, record in read_manifest(arguments.output / MANIFEST)["models"].items():
         if model in HEAD_DIRS:
             print(f"  {model}: {record['held_out_acceptance_length']:.3f} tokens per step on greedy held-out text")
         else:
