@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,22 +13,20 @@ import torch
 
 from runner.engine.architecture import Architecture, read_architecture
 from runner.engine.backend import multiplies_quantized, runs_kernels
-from runner.engine.checkpoint import ModelSource, load_config, read_tensors, stated_quantization
+from runner.engine.checkpoint import ModelSource, load_config, read_tensors
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
 from runner.engine.errors import UserError
-from runner.engine.expert_stacks import split_stacks
-from runner.engine.fused_tensors import split_fused
 from runner.engine.memory import making_weights, model_remedy, require_memory
-from runner.engine.quantization import Quantization, Storage, held_weights
+from runner.engine.quantization import Storage
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.rope import num_positions, require_static_rope, warn_of_unread_rope
 from runner.engine.shard import Shard
 from runner.engine.stored_quantization import (
     can_hold_quantized,
-    quantization_of_dummy,
+    held_quantization,
+    stored_quantization,
     tell_expanded,
-    without_reordered,
 )
 from runner.engine.transformers_loader import load_with_transformers
 from runner.engine.transformers_model import TransformersModel
@@ -82,8 +80,8 @@ def load_model(
     shape = partial(Decoder, arch, config, max_model_len=length, dtype=dtype, shard=shard)
     with torch.device("meta"), _naming(source), making_weights(f"{source.name}={source.model}"):
         product_names = shape().product_names
-    found = _stored_quantization(product_names, arch, source)
-    quantization = _held_quantization(found, product_names, arch, source, device)
+    found = stored_quantization(product_names, arch, source)
+    quantization = held_quantization(found, product_names, arch, source, device)
     with torch.device("meta"), _naming(source):
         num_bytes = sum(part.numel() * part.element_size() for part in shape(quantization=quantization).parameters())
     smaller = f"{source.quantization_option}=fp8, " if not quantization and multiplies_quantized(device) else ""
@@ -196,35 +194,3 @@ def _naming(source: ModelSource) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{source.name}={source.model}: {error}") from error
-
-
-def _stored_quantization(product_names: Sequence[str], arch: Architecture, source: ModelSource) -> Quantization:
-    """Which weights the checkpoint has in 8 or 4 bits, by their modules, those too that kernels do not multiply by.
-
-    Raises:
-        UserError: a quantization_config that is not read.
-    """
-    if source.is_dummy:
-        return quantization_of_dummy(source, product_names, arch)
-    if stated_quantization(source) is None:
-        return {}
-    tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
-    found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
-    return {name.removesuffix(".weight"): storage for name, storage in found.items()}
-
-
-def _held_quantization(
-    found: Quantization, product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
-) -> Quantization:
-    """Which of the weights that a decoder's layers multiply by are held in 8 or 4 bits.
-
-    Raises:
-        UserError: the checkpoint is quantized in another way than asked for.
-    """
-    with_head = [*product_names, HEAD]
-    modules = product_names if arch.tie_word_embeddings else with_head  # a tied head is not read
-    wanted = with_head if source.quantizes_head else product_names
-    numbers, of = source.quantization, f"{source.name}={source.model}"
-    asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
-    held = held_weights(modules, without_reordered(found, arch), asked, of, source.quantization_option)
-    return held if not held or can_hold_quantized(source, device) else {}

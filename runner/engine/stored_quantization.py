@@ -10,11 +10,14 @@ import torch
 
 from runner.engine.architecture import Architecture
 from runner.engine.backend import multiplies_quantized
-from runner.engine.checkpoint import ModelSource, stated_quantization
+from runner.engine.checkpoint import ModelSource, read_tensors, stated_quantization
+from runner.engine.decoder import HEAD
 from runner.engine.errors import first_of
+from runner.engine.expert_stacks import split_stacks
+from runner.engine.fused_tensors import split_fused
 from runner.engine.layers import DecoderLayer
 from runner.engine.linear import WeightTarget
-from runner.engine.quantization import Quantization, read_scheme
+from runner.engine.quantization import Quantization, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.shard import Shard
 
@@ -36,26 +39,36 @@ def tell_expanded(found: Iterable[str], targets: Mapping[str, WeightTarget], sou
         logger.info("%s: %s are expanded on loading", source.model, first_of(expanded))
 
 
-def quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
-    """Of all products of layers, by their modules, or of experts' alone, as its config says.
+def stored_quantization(product_names: Sequence[str], arch: Architecture, source: ModelSource) -> Quantization:
+    """Which weights the checkpoint has in 8 or 4 bits, by their modules, those too that kernels do not multiply by.
 
     Raises:
         UserError: a quantization_config that is not read.
     """
-    stated = stated_quantization(source)
-    if stated is None:
+    if source.is_dummy:
+        return _quantization_of_dummy(source, product_names, arch)
+    if stated_quantization(source) is None:
         return {}
-    scheme = read_scheme(stated, f"{source.name}={source.model}", source.quantization_option)
-    of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
-    return dict.fromkeys((name for name in products if of_experts in name), scheme.storage)
+    tensors = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
+    found = {name: kept.storage for name, kept in tensors if isinstance(kept, QuantizedTensor)}
+    return {name.removesuffix(".weight"): storage for name, storage in found.items()}
 
 
-def without_reordered(found: Quantization, arch: Architecture) -> Quantization:
-    """Without queries and keys whose heads are reordered, which takes dense rows, and what is multiplied with them."""
-    if not arch.head_orders:
-        return found
-    reordered = tuple(f".{name}" for name in arch.beside_heads)
-    return {name: storage for name, storage in found.items() if not name.endswith(reordered)}
+def held_quantization(
+    found: Quantization, product_names: Sequence[str], arch: Architecture, source: ModelSource, device: torch.device
+) -> Quantization:
+    """Which of the weights that a decoder's layers multiply by are held in 8 or 4 bits.
+
+    Raises:
+        UserError: the checkpoint is quantized in another way than asked for.
+    """
+    with_head = [*product_names, HEAD]
+    modules = product_names if arch.tie_word_embeddings else with_head  # a tied head is not read
+    wanted = with_head if source.quantizes_head else product_names
+    numbers, of = source.quantization, f"{source.name}={source.model}"
+    asked = {} if numbers is None else dict.fromkeys(wanted, numbers)
+    held = held_weights(modules, _without_reordered(found, arch), asked, of, source.quantization_option)
+    return held if not held or can_hold_quantized(source, device) else {}
 
 
 def quantization_of_head(
@@ -70,7 +83,7 @@ def quantization_of_head(
     """Which of its weights a draft head holds quantized, by their modules; what it does not multiply by it expands.
 
     Raises:
-        UserError: as quantization_of_dummy, of dummies.
+        UserError: a dummy's quantization_config that is not read.
     """
     found: Quantization = {}
     if not source.is_dummy:
@@ -82,7 +95,7 @@ def quantization_of_head(
             if isinstance(tensor, QuantizedTensor)
         }
     elif arch is not None:
-        found = without_reordered(quantization_of_dummy(source, _products(arch, layer), arch), arch)
+        found = _without_reordered(_quantization_of_dummy(source, _products(arch, layer), arch), arch)
     held = {name: storage for name, storage in found.items() if storage.is_multiplied}
     return held if not held or can_hold_quantized(source, device) else {}
 
@@ -92,3 +105,25 @@ def _products(arch: Architecture, layer: str) -> list[str]:
     with torch.device("meta"):
         layers = [DecoderLayer(arch, index, Shard(), torch.float32) for index in range(arch.num_layers)]
     return [layer.format(index) + name for index, own in enumerate(layers) for name in own.product_names]
+
+
+def _quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
+    """Of all products of layers, by their modules, or of experts' alone, as its config says.
+
+    Raises:
+        UserError: a quantization_config that is not read.
+    """
+    stated = stated_quantization(source)
+    if stated is None:
+        return {}
+    scheme = read_scheme(stated, f"{source.name}={source.model}", source.quantization_option)
+    of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
+    return dict.fromkeys((name for name in products if of_experts in name), scheme.storage)
+
+
+def _without_reordered(found: Quantization, arch: Architecture) -> Quantization:
+    """Without queries and keys whose heads are reordered, which takes dense rows, and what is multiplied with them."""
+    if not arch.head_orders:
+        return found
+    reordered = tuple(f".{name}" for name in arch.beside_heads)
+    return {name: storage for name, storage in found.items() if not name.endswith(reordered)}
