@@ -96,7 +96,7 @@ def gated_delta_kernel(
     at = slot * NUM_VALUE_HEADS + head
     is_someones, goes_on = (slot > 0) & (count > 0), (slot > 0) & (start > 0)
     begin = tl.load(reached_ptr + at, mask=goes_on, other=0)
-    begin = tl.maximum(begin, start - (ring - TAPS + 1))
+    begin = tl.minimum(tl.maximum(begin, start - (ring - TAPS + 1)), start)
     certain = tl.minimum(tl.maximum(tl.load(ends_ptr + segment) + end_offset, begin), stop)
     places = memory_ptr + at * (KEY_DIM * VALUE_DIM) + value_columns[:, None] * KEY_DIM + key_columns[None, :]
     memory = tl.load(places, mask=is_element & goes_on, other=0.0)

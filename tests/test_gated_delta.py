@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,30 @@ def test_rows_of_a_request_that_a_state_has_not_followed_cost_no_more(kernel_dev
         )
         op(text.mixed, text.gates, segments, states, random_weights(FEW, torch.float32, device), FEW)
         assert states.reached[1].unique().tolist() == [far]
+
+
+@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
+def test_every_row_is_written_where_a_state_came_further_than_the_launch_begins(
+    kernel_device: torch.device, heads: DeltaHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot's last owner left it there, or the request has no drafts: nobody reads these rows, and none is garbage."""
+    empty = torch.empty
+
+    def filled_with_nan(*args: Any, **kwargs: Any) -> Tensor:
+        return empty(*args, **kwargs).fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty", filled_with_nan)
+    exact, *others = (
+        (launch(op, states, weights, (own, 6, 9, 7, 1), heads=heads)[0].cpu(), states)
+        for op, device in ops(kernel_device, torch.float32)
+        for own in [Text.random(20, 3, torch.float32, device, heads)]
+        for weights in [random_weights(heads, torch.float32, device)]
+        for states in [empty_states(torch.float32, device, heads=heads)]
+        if launch(op, states, weights, (own, 0, 8, 8, 1), heads=heads)
+    )
+    assert len(others) == 2 and exact[0].any(dim=1).all()
+    for rows, states in (exact, *others):
+        assert torch.allclose(rows, exact[0], atol=2e-5) and states.reached[1].unique().tolist() == [7]
 
 
 def test_a_slot_begins_anew_with_its_next_request(kernel_device: torch.device) -> None:

@@ -145,7 +145,7 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
             memory = floats(a.memory + NUM_BYTES * at * key_dim * value_dim, value_dim, key_dim)
             recent = elements(a.recent + a.element_size * at * ring * width, ring, width, element)
             reached = integers(a.reached + 8 * at, 1)
-            begin = max(reached[0], start - (ring - a.taps + 1)) if start > 0 else 0
+            begin = min(max(reached[0], start - (ring - a.taps + 1)), start) if start > 0 else 0
             certain = min(max(ends[segment] + a.end_offset, begin), stop)
             current = memory
             if start == 0:

@@ -168,8 +168,9 @@ def _go_on(
     heads: DeltaHeads,
 ) -> Tensor:  # [count, value_dim]
     memory, recent, reached = states.memory[slot, head], states.recent[slot, head], states.reached[slot, head]
-    # Further back no rows are kept: then the slot's request never came by here, and nobody reads its rows.
-    begin = max(int(reached), start - (len(recent) - heads.taps + 1)) if start > 0 else 0
+    # Further back no rows are kept, and no state that has come further is the slot's request's: it never came by here,
+    # and nobody reads its rows, but all are written.
+    begin = min(max(int(reached), start - (len(recent) - heads.taps + 1)), start) if start > 0 else 0
     current = memory.clone() if start > 0 else torch.zeros_like(memory)
     stop = start + len(rows)
     certain, ring = min(max(end, begin), stop), len(recent)
