@@ -35,6 +35,7 @@ class ProposerContext:
     vocab_size: int
     max_model_len: int  # tokens, of the target
     max_num_seqs: int  # requests running at the same time
+    max_num_batched_tokens: int  # of a step of prompts: memory is measured for passes of so many rows
     eos_token_ids: tuple[int, ...]
     block_size: int  # tokens a KV block holds; one block table serves target and draft
     device: torch.device

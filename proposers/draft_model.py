@@ -134,10 +134,7 @@ class DraftModelProposer(OwnCacheProposer):
     @torch.inference_mode()
     def keep_up(self, requests: Sequence[Request]) -> None:
         following = [r for r in requests if self.may_draft(r) and r.num_tokens <= self.max_model_len]
-        self._catch_up(following)
-        lacking = [r for r in following if self._num_computed.get(r.request_id, 0) < r.num_tokens - 1]
-        if lacking:
-            self.runner.run([self._part(request, request.num_tokens - 1) for request in lacking])
+        self._catch_up(following, num_left=1)
 
     def release(self, request_id: str) -> None:
         self._num_computed.pop(request_id, None)
@@ -148,14 +145,25 @@ class DraftModelProposer(OwnCacheProposer):
             self.runner.run([self._part(request, request.num_tokens, num_logits=1) for request in requests])
         )
 
-    def _catch_up(self, requests: Sequence[Request]) -> None:
-        """After a time without drafts there may be more tokens of a request to compute than a pass should take."""
-        while parts := [
-            self._part(request, known + MAX_CATCH_UP_TOKENS)
-            for request in requests
-            if request.num_tokens - (known := self._num_computed.get(request.request_id, 0)) > MAX_CATCH_UP_TOKENS
-        ]:
+    def _catch_up(self, requests: Sequence[Request], num_left: int = NUM_COMPUTED_AGAIN) -> None:
+        """Compute what lacks of each request's tokens but the last num_left.
+
+        After a time without drafts, or behind what the target found in the cache, that may be more than a pass has
+        memory for.
+        """
+        while parts := self._next_parts(requests, num_left):
             self.runner.run(parts)
+
+    def _next_parts(self, requests: Sequence[Request], num_left: int) -> list[Part]:
+        """No more tokens than a step of prompts has."""
+        parts, room = list[Part](), self.context.max_num_batched_tokens
+        for request in requests:
+            known = self._num_computed.get(request.request_id, 0)
+            end = min(request.num_tokens - num_left, known + min(room, MAX_CATCH_UP_TOKENS))
+            if known < end:
+                parts.append(self._part(request, end))
+                room -= end - known
+        return parts
 
     def _part(self, request: Request, end: int, *, num_draft_tokens: int = 0, num_logits: int = 0) -> Part:
         """The committed tokens up to `end` that the draft lacks, and drafts behind them; they count as computed."""

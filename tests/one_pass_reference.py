@@ -82,6 +82,7 @@ def context_of(target: Target) -> ProposerContext:
         vocab_size=VOCAB_SIZE,
         max_model_len=128,
         max_num_seqs=1,
+        max_num_batched_tokens=1024,
         eos_token_ids=(),
         block_size=16,
         device=CPU,

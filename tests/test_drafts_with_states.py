@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 
 from runner import cache_size
 from runner.engine.errors import UserError
-from runner.engine.model_runner import ModelRunner
+from runner.engine.launch import Part
+from runner.engine.model_runner import ModelOutput, ModelRunner
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
@@ -124,19 +125,34 @@ def test_the_draft_keeps_up_while_matches_are_verified(family: dict[str, Any], e
     assert matched["num_draft_tokens"] > matched["num_accepted_tokens"] + 10
 
 
+@pytest.fixture
+def pass_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every pass in parts so far, a target's and a draft's."""
+    sizes, forward = list[int](), ModelRunner.forward
+
+    def noting(self: ModelRunner, parts: Sequence[Part], *args: Any, **options: Any) -> ModelOutput:
+        sizes.append(sum(part.end - part.start + part.num_draft_tokens for part in parts))
+        return forward(self, parts, *args, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    return sizes
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole steps", "steps in parts"])
-def test_a_draft_that_rested_goes_on_where_it_was(family: dict[str, Any], enforce_eager: bool) -> None:
-    """Where the load allows no drafts it computes nothing, and makes up for it later."""
+def test_a_draft_that_rested_goes_on_where_it_was(
+    family: dict[str, Any], enforce_eager: bool, pass_sizes: list[int]
+) -> None:
+    """Where the load allows no drafts it computes nothing, and makes up for it later, in passes of a step's size."""
     number = [[1, 3, 4], [4, 6, 1], [7, 64, 0]]
     method = method_config("draft_model", 4, num_speculative_tokens_per_batch_size=number)
     params = [
         SamplingParams(temperature=0.3 * (place % 3), max_tokens=3 * place + 5, seed=place, ignore_eos=True)
         for place in range(len(PROMPTS))
     ]
-    llm = engine(method, family, family, enforce_eager=enforce_eager, **ROOMY)
+    llm = engine(method, family, family, enforce_eager=enforce_eager, max_num_seqs=12, max_num_batched_tokens=60)
     _, metrics = complete(llm, PROMPTS, params)
     drafted, accepted = counts(metrics)
-    assert accepted == drafted > 20
+    assert accepted == drafted > 20 and max(pass_sizes) <= 60
     assert any(point.is_decoding and not point.num_drafts for point in metrics.step_points)
 
 
@@ -156,19 +172,22 @@ def test_masks_leave_nothing_in_states(family: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["whole steps", "steps in parts"])
 def test_a_draft_with_states_computes_what_its_target_found_in_the_cache(
-    family: dict[str, Any], enforce_eager: bool
+    family: dict[str, Any], enforce_eager: bool, pass_sizes: list[int]
 ) -> None:
-    """Prompts begin alike; the target attends in all layers, so that blocks hold all that it needs."""
+    """Prompts begin alike; the target attends in all layers, so that blocks hold all that it needs.
+
+    Three lack them at a time, and no pass is larger than a step.
+    """
     begin = [(7 * place) % 64 for place in range(70)]
     prompts = [{"prompt_token_ids": [*begin, *range(3, 4 + more)]} for more in range(12)]
     found = []
     for enable_prefix_caching in (True, False):
-        options = {"enable_prefix_caching": enable_prefix_caching, "enforce_eager": enforce_eager, "max_num_seqs": 3}
-        llm = engine(method_config("draft_model", 3), {}, family, **options)
+        schedule = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "enable_prefix_caching": enable_prefix_caching}
+        llm = engine(method_config("draft_model", 3), {}, family, enforce_eager=enforce_eager, **schedule)
         requests, metrics = complete(llm, prompts, PARAMS)
         assert enable_prefix_caching == any(request.num_cached_tokens for request in requests)
         found.append((answers(requests), records_of_drafts(metrics)))
-    assert found[0] == found[1]
+    assert found[0] == found[1] and max(pass_sizes) <= 48
 
 
 def test_states_of_the_draft_are_part_of_what_memory_is_for(

@@ -72,6 +72,7 @@ def make_drafter(kind: str, choices: Choices, sampler: RejectionSampler) -> Prop
         vocab_size=VOCAB_SIZE,
         max_model_len=16,
         max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=1024,
         eos_token_ids=(),
         block_size=16,
         device=torch.device("cpu"),

@@ -43,6 +43,7 @@ def load_head(found: Written) -> MtpHead:
         vocab_size=VOCAB_SIZE,
         max_model_len=target.max_model_len,
         max_num_seqs=2,
+        max_num_batched_tokens=1024,
         eos_token_ids=(),
         block_size=BLOCK_SIZE,
         device=CPU,

@@ -38,6 +38,7 @@ def make_proposer(min_n: int = 1, max_n: int = 3) -> NgramProposer:
         vocab_size=100,
         max_model_len=1000,
         max_num_seqs=8,
+        max_num_batched_tokens=1024,
         eos_token_ids=(0,),
         block_size=16,
         device=CPU,

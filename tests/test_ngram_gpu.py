@@ -20,6 +20,7 @@ CONTEXT = ProposerContext(
     vocab_size=100,
     max_model_len=90,
     max_num_seqs=3,
+    max_num_batched_tokens=1024,
     eos_token_ids=(0,),
     block_size=16,
     device=torch.device("cpu"),

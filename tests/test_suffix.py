@@ -37,6 +37,7 @@ def make_proposer(**keys: Any) -> SuffixProposer:
         vocab_size=100,
         max_model_len=1000,
         max_num_seqs=64,
+        max_num_batched_tokens=1024,
         eos_token_ids=(0,),
         block_size=16,
         device=torch.device("cpu"),

@@ -138,8 +138,8 @@ def _time_propose(texts: list[list[int]]) -> dict[str, Spread]:
     for num_new in (1, 4):
         context = ProposerContext(
             vocab_size=VOCAB_SIZE, max_model_len=2 * len(texts[0]), max_num_seqs=len(texts), eos_token_ids=(),
-            block_size=16, device=torch.device("cpu"), dtype=torch.float32, batch_invariant=True,
-            needs_draft_probs=False,
+            max_num_batched_tokens=NUM_DRAFTS + 1, block_size=16, device=torch.device("cpu"), dtype=torch.float32,
+            batch_invariant=True, needs_draft_probs=False,
         )  # fmt: skip
         proposer = NgramProposer(
             num_speculative_tokens=NUM_DRAFTS, context=context, prompt_lookup_min=MIN_N, prompt_lookup_max=MAX_N
