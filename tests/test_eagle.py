@@ -484,14 +484,14 @@ def test_a_head_follows_a_text_as_far_as_its_target_goes_unless_it_is_stopped(
         ({"model_type": "gemma4_text", "architectures": ["LlamaForCausalLMEagle3"]}, (), ("llama", False)),
         ({"model_type": "qwen2"}, (), ("qwen2", True)),
         ({"model_type": "qwen2"}, ("layers.0.self_attn.q_proj.weight",), ("qwen2", False)),
-        ({"model_type": "mistral"}, ("layers.0.self_attn.q_proj.bias",), ("mistral", True)),
+        ({"model_type": "mistral"}, ("layers.0.self_attn.v_proj.bias",), ("mistral", True)),
     ],
 )
 def test_a_layer_is_llamas_under_other_names_and_its_tensors_tell_its_biases(
     keys: dict[str, Any], tensors: Sequence[str], expected: tuple[str, bool]
 ) -> None:
     arch, _ = eagle_architecture({**LAYER, **keys}, ModelSource(model="a-head"))
-    arch = with_biases_of(arch, tensors) if tensors else arch
+    arch = with_biases_of(arch, {name: torch.ones(1) for name in tensors}) if tensors else arch
     assert (arch.family, arch.qkv_bias) == expected
 
 

@@ -22,6 +22,7 @@ from proposers.heads.eagle3 import load_eagle3_head
 from proposers.heads.quantized import quantize_head_of_target
 from runner.engine import backend, weight_filling
 from runner.engine.checkpoint import ModelSource
+from runner.engine.errors import UserError
 from runner.engine.linear import WeightTarget
 from runner.engine.quantization import Storage
 from runner.llm import LLM, SamplingParams
@@ -144,6 +145,27 @@ def test_every_layout_gives_the_weights_that_it_stands_for(name: str, dflash: Pa
     head = load_dflash(dflash, target)
     assert (len(held(head)) == 2 * 7) == (LAYOUTS[name].held is not None)
     assert all(torch.equal(weight, expected[own]) for own, weight in dense(head.weight_targets()).items())
+
+
+def quantize_as_autogptq(directory: Path, modules: str, bias: float = 0.0) -> dict[str, Tensor]:
+    """A bias of that for every product, too; the dense checkpoint that it stands for, without them."""
+
+    def add_biases(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            tensors[f"{name.removesuffix('qweight')}bias"] = torch.full((tensors[name].shape[1],), bias)
+
+    expected = quantize_checkpoint(directory, LAYOUTS["GPTQ"], modules)
+    edit_tensors(directory, add_biases)
+    return expected
+
+
+def test_biases_of_nothing_that_a_head_has_no_place_for_are_left_out(dflash: Path, target: Target) -> None:
+    expected = quantize_as_autogptq(dflash, r"_proj$")
+    head = load_dflash(dflash, target)
+    assert all(torch.equal(weight, expected[own]) for own, weight in dense(head.weight_targets()).items())
+    edit_tensors(dflash, lambda tensors: tensors["layers.1.mlp.up_proj.bias"].fill_(0.5))
+    with pytest.raises(UserError, match=r"unexpected: layers\.1\.mlp\.up_proj\.bias;"):
+        load_dflash(dflash, target)
 
 
 def test_rows_of_a_fused_tensor_are_held_as_it_is(dflash: Path, target: Target) -> None:
@@ -274,6 +296,17 @@ def test_an_eagle3_head_drafts_what_its_expanded_weights_say(
     assert [own.output_token_ids for own in requests] == [own.output_token_ids for own in plain]
 
 
+def test_an_eagle3_head_has_biases_where_some_say_something(eagle_target: tuple[Path, Any], tmp_path: Path) -> None:
+    layout, (directory, model) = test_eagle.LAYOUTS[test_eagle.NORMS_FIRST], eagle_target
+    context = replace(context_of(Target(directory=directory, model=model)), vocab_size=test_eagle.VOCAB_SIZE)
+    biases = {f"layers.0.self_attn.{part}_proj.bias" for part in "qkv"}
+    for value, modules, expected in ((0.0, r"_proj$", set()), (0.5, r"\.[qkv]_proj$", biases)):
+        test_eagle.make_head(layout, model, tmp_path / "head")
+        quantize_as_autogptq(tmp_path / "head", modules, value)
+        head = load_eagle3_head(source_of(tmp_path / "head"), context, None, None)
+        assert {name for name in head.weight_targets() if name.endswith("bias")} == expected
+
+
 def write_quantized(directory: Path, layout: str, model_type: str, name: str) -> mtp_checkpoints.Written:
     """A target with its module, both quantized; in memory what they stand for."""
     written = mtp_checkpoints.write(directory, layout, model_type)
@@ -304,6 +337,17 @@ def test_an_mtp_module_drafts_what_its_expanded_weights_say(
     assert (f"{written.names.module}{written.names.projection}" in found) == (layout != "qwen3_next")
     test_mtp.check_logits(written)
     test_mtp.check_drafts(written, monkeypatch)
+
+
+def test_biases_of_nothing_in_a_module_stop_neither_it_nor_its_target(tmp_path: Path) -> None:
+    written = mtp_checkpoints.write(tmp_path, "deepseek", "llama")
+    expected = quantize_as_autogptq(tmp_path, r"_proj$")
+    weights = dense(test_mtp.load_head(written).weight_targets())
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items() if name.endswith("_proj.weight"))
+    name = f"{written.names.block}mlp.up_proj.bias"
+    edit_tensors(tmp_path, lambda tensors: tensors[name].fill_(0.5))
+    with pytest.raises(UserError, match=rf"unexpected: {name};"):
+        test_mtp.load_head(written)
 
 
 def twin_of(directory: Path, expected: dict[str, Tensor], to: Path) -> Path:

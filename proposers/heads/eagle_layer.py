@@ -8,16 +8,17 @@ DeepSpec alone, whose `architectures` name it. Nor is the config reliable on bia
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from runner.engine.architecture import Architecture
 from runner.engine.checkpoint import ModelSource
 from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
-from runner.engine.head_checkpoint import head_architecture
+from runner.engine.head_checkpoint import HeadTensor, head_architecture
 
 GEMMA4_HEAD = "Gemma4Eagle3Model"
+QKV_BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 
 
 def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[Architecture, Any]:
@@ -37,6 +38,7 @@ def eagle_architecture(values: Mapping[str, Any], source: ModelSource) -> tuple[
     return (arch if qkv_bias is None else replace(arch, qkv_bias=bool(qkv_bias))), config
 
 
-def with_biases_of(arch: Architecture, tensors: Collection[str]) -> Architecture:
-    """The layer with the q, k and v biases that a checkpoint has; tensors: their names."""
-    return replace(arch, qkv_bias=any(name.endswith("self_attn.q_proj.bias") for name in tensors))
+def with_biases_of(arch: Architecture, tensors: Mapping[str, HeadTensor]) -> Architecture:
+    """The layer with the q, k and v biases that a checkpoint has; zeros, as AutoGPTQ writes, are none."""
+    biases = (tensor for name, tensor in tensors.items() if name.endswith(QKV_BIASES))
+    return replace(arch, qkv_bias=any(bool(bias[...].any()) for bias in biases))

@@ -17,6 +17,7 @@ from runner.engine.expert_stacks import split_stacks
 from runner.engine.family import PRE_NORMS
 from runner.engine.fused_tensors import split_fused
 from runner.engine.head_order import in_our_order
+from runner.engine.idle_bias import is_idle_bias
 from runner.engine.linear import WeightTarget
 from runner.engine.mtp_layout import is_mtp_tensor
 from runner.engine.shard import Shard
@@ -32,6 +33,13 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
     own = (*gate_up_rows("mlp", arch.intermediate_sizes[0]), "mlp.down_proj", PRE_NORMS.before_mlp)
     block_names |= {f"{name}.weight" for name in own}
     unknown, unread = [], arch.unread
+
+    def is_of_module(name: str) -> bool:
+        return is_mtp_tensor(name, config, block_names)
+
+    def is_known(name: str) -> bool:
+        return name in names or is_of_module(name)
+
     whole_matrices = split_fused(split_stacks(read_tensors(source), arch.experts), arch.fused_tensors)
     for name, tensor in in_our_order(whole_matrices, arch.head_orders):
         if name.endswith("rotary_emb.inv_freq") or (arch.tie_word_embeddings and name == "lm_head.weight"):
@@ -39,15 +47,10 @@ def fill_from_checkpoint(decoder: Decoder, arch: Architecture, config: Any, sour
         if name in unread:
             continue
         target = targets.pop(name, None)
-        of_product = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in names
-        if target is None and of_product and not tensor[...].any():
-            continue  # AutoGPTQ gives a bias to every product
-        if target is None and is_mtp_tensor(name, config, block_names):
-            continue  # method=mtp reads them
-        if target is None:
-            unknown.append(name)
-        else:
+        if target is not None:
             _copy(target, tensor, name, source, shard)
+        elif not is_of_module(name) and not is_idle_bias(name, tensor, is_known):  # method=mtp reads a module's
+            unknown.append(name)
     if unknown or targets:
         lines = [f"unexpected: {first_of(unknown)}"] if unknown else []
         lines += [f"missing: {first_of(list(targets))}"] if targets else []

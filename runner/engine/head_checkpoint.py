@@ -22,6 +22,7 @@ from runner.engine.checkpoint import (
 )
 from runner.engine.errors import UserError, first_of
 from runner.engine.families import GEMMA4_FAMILIES, HEAD_FAMILIES
+from runner.engine.idle_bias import is_idle_bias
 from runner.engine.json_object import require_json
 from runner.engine.linear import WeightTarget
 from runner.engine.quantized_tensors import QuantizedTensor
@@ -193,7 +194,11 @@ def fill_head(
             _repeat(own[origins[name]], targets[name])
         return
     problems = {
-        "unexpected": sorted(name for name in tensors if name not in own),
+        "unexpected": sorted(
+            name
+            for name, tensor in tensors.items()
+            if name not in own and not is_idle_bias(name, tensor, own.__contains__)
+        ),
         "missing": sorted(name for name in own if name not in tensors),
         "of another shape": [
             f"{name} {list(tensors[name].shape)} for {list(target.shape)}"
