@@ -41,7 +41,7 @@ from tests.edit_tensors import edit_tensors
 from tests.emulated_device import EmulatedDevice
 from tests.one_pass_reference import OPTIONS, PARAMS, PROMPTS, VOCAB_SIZE, Target, context_of
 from tests.one_pass_reference import save_target as save
-from tests.quantized_checkpoints import LAYOUTS, holds_8_bits, quantize_checkpoint
+from tests.quantized_checkpoints import LAYOUTS, holds_8_bits, quantize_checkpoint, state_config
 from tests.transformers_reference import CPU, assert_rows_are_as_accurate, random_sequences
 
 pytestmark = holds_8_bits
@@ -254,6 +254,25 @@ def test_a_dummy_is_held_as_its_config_says(dflash: Path, target: Target) -> Non
     assert set(held(head).values()) == SIXTEENS and len(held(head)) == 2 * 7
     for layer in head.layers:
         assert all(0.015 < unpack(weight).std() < 0.025 for weight in layer.product_weights)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},  # of experts
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},  # not read
+    ],
+    ids=lambda stated: stated["quant_method"],
+)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_dense_head_may_repeat_what_its_target_says(
+    load_format: str, stated: dict[str, Any], dflash: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    state_config(dflash, stated)
+    with caplog.at_level(logging.INFO):
+        assert not held(load_dflash(dflash, target, load_format=load_format))
+    is_told = "its quantization_config is not read; its weights are taken to be dense" in caplog.text
+    assert is_told == (load_format == "dummy" and stated["quant_method"] == "bitsandbytes")
 
 
 @pytest.mark.parametrize("name", [FP8_BLOCKS, NVFP4])

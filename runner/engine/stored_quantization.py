@@ -12,7 +12,7 @@ from runner.engine.architecture import Architecture
 from runner.engine.backend import multiplies_quantized
 from runner.engine.checkpoint import ModelSource, read_tensors, stated_quantization
 from runner.engine.decoder import HEAD
-from runner.engine.errors import first_of
+from runner.engine.errors import UserError, first_of
 from runner.engine.expert_stacks import split_stacks
 from runner.engine.fused_tensors import split_fused
 from runner.engine.layers import DecoderLayer
@@ -80,11 +80,7 @@ def quantization_of_head(
     layer: str,  # before the names of a layer's tensors
     repeated: Mapping[str, str] | None = None,  # as fill_head takes it
 ) -> Quantization:
-    """Which of its weights a draft head holds quantized, by their modules; what it does not multiply by it expands.
-
-    Raises:
-        UserError: a dummy's quantization_config that is not read.
-    """
+    """Which of its weights a draft head holds quantized, by their modules; what it does not multiply by it expands."""
     found: Quantization = {}
     if not source.is_dummy:
         places = {**{name: name for name in tensors}, **(repeated or {})}
@@ -95,7 +91,7 @@ def quantization_of_head(
             if isinstance(tensor, QuantizedTensor)
         }
     elif arch is not None:
-        found = _without_reordered(_quantization_of_dummy(source, _products(arch, layer), arch), arch)
+        found = _without_reordered(_quantization_of_dummy_head(source, _products(arch, layer), arch), arch)
     held = {name: storage for name, storage in found.items() if storage.is_multiplied}
     return held if not held or can_hold_quantized(source, device) else {}
 
@@ -117,8 +113,17 @@ def _quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: A
     if stated is None:
         return {}
     scheme = read_scheme(stated, f"{source.name}={source.model}", source.quantization_option)
-    of_experts = "" if scheme.packing != "mxfp4" or arch.experts is None else arch.experts.prefix
-    return dict.fromkeys((name for name in products if of_experts in name), scheme.storage)
+    if scheme.packing == "mxfp4":
+        products = [] if arch.experts is None else [name for name in products if arch.experts.prefix in name]
+    return dict.fromkeys(products, scheme.storage)
+
+
+def _quantization_of_dummy_head(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
+    try:
+        return _quantization_of_dummy(source, products, arch)
+    except UserError:  # a head of dense tensors may only repeat what its target says, and is read
+        logger.info("%s: its quantization_config is not read; its weights are taken to be dense", source.model)
+        return {}
 
 
 def _without_reordered(found: Quantization, arch: Architecture) -> Quantization:
