@@ -256,6 +256,19 @@ def test_a_dummy_is_held_as_its_config_says(dflash: Path, target: Target) -> Non
         assert all(0.015 < unpack(weight).std() < 0.025 for weight in layer.product_weights)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_module_that_a_config_excludes_is_dense_beside_its_quantized_target(load_format: str, tmp_path: Path) -> None:
+    """As NVIDIA publishes models in NVFP4: the layer behind the target's own stays as it was."""
+    mtp_checkpoints.write(tmp_path, "deepseek", "llama")
+    quantize_checkpoint(tmp_path, LAYOUTS[NVFP4], r"model\.layers\.[01]\..*_proj$")
+    state_config(tmp_path, {**LAYOUTS[NVFP4].config, "exclude_modules": ["lm_head", "model.layers.2*"]})
+    method = {"method": "mtp", "num_speculative_tokens": 2}
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32", load_format=load_format, speculative_config=method)
+    weights = llm.engine.proposer.head.layers[0].product_weights  # type: ignore[attr-defined]
+    assert {getattr(weight, "kind", None) for weight in weights} == {None}
+    assert llm.engine.target_info.held is not None
+
+
 @pytest.mark.parametrize(
     "stated",
     [

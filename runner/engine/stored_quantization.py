@@ -20,6 +20,7 @@ from runner.engine.linear import WeightTarget
 from runner.engine.quantization import Quantization, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.shard import Shard
+from runner.engine.unquantized_modules import is_unquantized
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _products(arch: Architecture, layer: str) -> list[str]:
 
 
 def _quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
-    """Of all products of layers, by their modules, or of experts' alone, as its config says.
+    """Of products of layers, by their modules, as its config says: of experts' alone, or of all but those it excludes.
 
     Raises:
         UserError: a quantization_config that is not read.
@@ -112,10 +113,11 @@ def _quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: A
     stated = stated_quantization(source)
     if stated is None:
         return {}
-    scheme = read_scheme(stated, f"{source.name}={source.model}", source.quantization_option)
+    of = f"{source.name}={source.model}"
+    scheme = read_scheme(stated, of, source.quantization_option)
     if scheme.packing == "mxfp4":
         products = [] if arch.experts is None else [name for name in products if arch.experts.prefix in name]
-    return dict.fromkeys(products, scheme.storage)
+    return dict.fromkeys((name for name in products if not is_unquantized(name, stated, of)), scheme.storage)
 
 
 def _quantization_of_dummy_head(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:
