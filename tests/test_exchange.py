@@ -82,12 +82,12 @@ def test_a_rank_that_waits_long_leaves_its_core_to_others() -> None:
         gather = exchange_of(ranks).gather
         gather(torch.zeros(3))  # compiled by now
         if ranks.shard.rank:
-            time.sleep(1.0)
+            time.sleep(2.0)
         used = time.thread_time()
         gather(torch.zeros(3))
         return time.thread_time() - used
 
-    assert in_ranks(2, exchange)[0] < 0.5
+    assert in_ranks(2, exchange)[0] < 1.0  # 0.1, or 0.6 where other processes want the cores too
 
 
 def test_nobody_waits_for_a_rank_that_is_gone() -> None:
