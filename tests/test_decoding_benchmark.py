@@ -81,7 +81,7 @@ def test_synthetic_acceptance_makes_the_tokens_a_step_that_the_label_says(target
     assert found[0] != found[1], "rounds of one seed would all have the same luck"
 
 
-@pytest.mark.parametrize("name", ["plain", "free", "verify", "eagle3-64"])
+@pytest.mark.parametrize("name", ["plain", "free", "verify", "eagle3-64", "sparse-8"])
 def test_every_timed_step_has_the_full_batch_and_uncut_drafts(name: str, target: SharedTarget) -> None:
     case = CASES[name]
     llm = target.engine(case.method, case.batch_size)

@@ -116,6 +116,13 @@ CASES = {
         method={**eagle3(16), "speculative_token_tree": "dynamic"},
         compared_with=PLAIN,
     ),
+    "sparse-8": DecodingCase(  # behind a long prompt; below the acceptance length it pays
+        label="a step with 4 drafts of sparse_kv / a plain step, batch 8",
+        quantity="ratio",
+        batch_size=8,
+        method={"method": "sparse_kv", "num_speculative_tokens": 4},
+        compared_with=replace(PLAIN, batch_size=8),
+    ),
     "invariant": DecodingCase(
         label="batch_invariant on / off, a plain step, batch 1",
         quantity="ratio",
