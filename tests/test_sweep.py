@@ -26,6 +26,7 @@ from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.metrics import MetricsCollector
 from runner.ranks.ranks import Ranks
+from runner.tracking.sweep_file import add_row
 from runner.tracking.tracker import comparison_row
 from tests.command_line import CommandLine, Ending
 
@@ -65,6 +66,22 @@ def test_a_sweep_goes_over_the_options_of_a_users_own_class(cli: CommandLine) ->
     assert ending.status == 0, ending.err
     options = [config.method.model_dump()["options"] for config, _ in ending.jobs]
     assert options == [{"y": None, "x": 1}, {"y": None, "x": [2]}]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_swept_key_that_hydra_adds_tells_the_points_apart(cli: CommandLine, prefix: str) -> None:
+    """It was looked for with its ++, under which no run is recorded: the rows of two points were the same."""
+
+    def record(config: SpeculativeConfig) -> None:
+        add_row({"method": "custom_class"}, config.model_dump(mode="json"), "r")
+        raise UserError("failed")
+
+    cli.on_job = record
+    ending = cli("-m", "method=custom_class", "method.model=a.B", "tracking=none", f"{prefix}method.options.x=11,12")
+    table = [line.split()[2] for line in ending.out.splitlines() if line.startswith((" custom_class", " method"))]
+    assert table == ["x", "11", "12"], ending.out
+    named = [line.strip().lstrip("+") for line in ending.err.splitlines() if "method.options" in line]
+    assert named == ["method.options.x=11", "method.options.x=12"], ending.err
 
 
 def test_one_invalid_point_stops_the_sweep_before_anything_runs(cli: CommandLine) -> None:

@@ -73,7 +73,7 @@ class FailedPointsError(Exception):
         lines = [f"{len(failed)} of {len(sweep.points)} points failed"]
         for job, error in zip(failed, errors, strict=True):
             overrides = list(job.overrides or ())
-            swept = [text for text in overrides if text.lstrip("+").partition("=")[0] in sweep.swept]
+            swept = [text for text in overrides if _recorded_key(text.partition("=")[0]) in sweep.swept]
             reason = str(error) if isinstance(error, UserError) else "".join(format_exception_only(error)).strip()
             lines += ["", f"  {' '.join(swept or overrides) or 'the defaults'}"]
             lines += [f"      {line}" for line in reason.splitlines()]
@@ -127,7 +127,7 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
             duplicates.append(point)
         else:
             distinct[key] = (point, config)
-    swept = {o.get_key_element(): written_value(o) for o in of_points if o.is_sweep_override()}
+    swept = {_recorded_key(o.get_key_element()): written_value(o) for o in of_points if o.is_sweep_override()}
     plain = [o for o in of_points if not o.is_sweep_override()]
     return Sweep(
         points=tuple(point for point, _ in distinct.values()),
@@ -136,6 +136,11 @@ def read_sweep(composer: Composer, overrides: list[str], hydra: DictConfig) -> S
         swept=swept,
         below_swept=frozenset(str(o.input_line) for o in plain if o.key_or_group.partition(".")[0] in swept),
     )
+
+
+def _recorded_key(key: str) -> str:
+    """A key without the plus by which Hydra adds it: runs record it so."""
+    return key.lstrip("+")
 
 
 def _different_records(configs: Sequence[SpeculativeConfig]) -> Iterator[Problem]:
