@@ -199,6 +199,26 @@ def test_ranges_of_another_shape_are_answered_with_the_shape(ranges: Any) -> Non
     assert repr(ranges) in text
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "messages"),
+    [
+        ("num_speculative_tokens_per_batch_size", [[1, 4, 200]], ["0.2 must be <= 128, got 200"]),
+        (
+            "num_speculative_tokens_per_batch_size",
+            [[1, 8, -1], [9, "64", 2]],
+            ["0.2 must be >= 0, got -1", "1.1 must be an integer, got '64'"],
+        ),
+        ("speculative_token_tree", [[0], [-1]], ["1.0 must be >= 0, got -1"]),
+    ],
+)
+@pytest.mark.parametrize("node", ["method", "speculative_config"])
+def test_a_bad_entry_of_a_list_is_named_by_its_place(node: str, key: str, value: Any, messages: list[str]) -> None:
+    """Pydantic's names of types stood before the place, and the list was said to be no auto, or not dynamic, too."""
+    text = problems(**{node: {"method": "eagle3", "model": "h", key: value}})
+    lines = [line.partition(";")[0] for line in text.splitlines()]
+    assert lines == [f"{node}.{key}.{message}" for message in messages]
+
+
 def test_custom_class_takes_a_dotted_path() -> None:
     text = problems(method={"method": "custom_class", "model": "mine"})
     assert text == "method.model must be a dotted path to a class, such as my_package.MyProposer, got 'mine'"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -18,6 +19,8 @@ from runner.engine.nearest_names import did_you_mean, nearest
 
 NO_VALUE = object()  # the problem is not about a value, for instance a missing key
 UNKNOWN_KEY = "is an unknown key"  # a rule
+
+Place = tuple[type[BaseModel], tuple[str, ...], FieldInfo | None]  # the node, the path from the root, and the field
 
 _TYPE_RULES = {
     "int_type": "must be an integer",
@@ -77,14 +80,18 @@ class RuleErrors(ValueError):
 
 def problems_of(error: ValidationError, schema: type[BaseModel]) -> list[Problem]:
     """The problems behind a pydantic error raised by `schema`."""
+    found = [(_locate(schema, details["loc"]), details) for details in error.errors(include_url=False)]
+    # Where one kind of value has an entry that is wrong, it was meant, and not the others, which refuse the whole.
+    refused = {path[:end] for (_, path, field), _ in found if _has_kinds(field) for end in range(len(path))}
     problems: list[Problem] = []
-    for details in error.errors(include_url=False):
-        problems.extend(_translate(details, schema))
+    for place, details in found:
+        if place[1] not in refused:
+            problems.extend(_translate(details, place, schema))
     return problems
 
 
-def _translate(details: ErrorDetails, schema: type[BaseModel]) -> Iterator[Problem]:
-    node, path, field = _locate(schema, details["loc"])
+def _translate(details: ErrorDetails, place: Place, schema: type[BaseModel]) -> Iterator[Problem]:
+    node, path, field = place
     of_key = path[-1:] == ("[key]",)  # pydantic's mark of a mapping's key, behind the key itself
     name = ".".join(path[:-2] if of_key else path)
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
@@ -179,18 +186,29 @@ def _literals(field: FieldInfo | None) -> list[object]:
     return flatten(field.annotation) if field is not None else []
 
 
-def _locate(
-    schema: type[BaseModel], location: Sequence[int | str]
-) -> tuple[type[BaseModel], tuple[str, ...], FieldInfo | None]:
-    """The node, the path without union tags, and the field that a pydantic location is about."""
+def _has_kinds(field: FieldInfo | None) -> bool:
+    """Whether its values are of several kinds, null aside, of which none is a node."""
+    if field is None or get_origin(field.annotation) not in (Union, UnionType) or _is_node(field):
+        return False
+    return sum(kind is not NoneType for kind in get_args(field.annotation)) > 1
+
+
+def _locate(schema: type[BaseModel], location: Sequence[int | str]) -> Place:
+    """What a pydantic location is about; the path is without union tags."""
     node, path, field = schema, [], None
     members: list[type[BaseModel]] = []
+    is_kind = False
     for part in location:
         if len(members) > 1:  # a union: pydantic puts the tag of the member here
             node = next(member for member in members if part == union_tag(member))
             members = []
             continue
-        field = node.model_fields.get(str(part)) if field is None or _is_node(field) else field
+        if is_kind:  # of other unions, its name for the member
+            is_kind = False
+            continue
+        if field is None or _is_node(field):
+            field = node.model_fields.get(str(part))
+            is_kind = _has_kinds(field)
         path.append(str(part))
         members = node_classes(field.annotation) if field is not None else []
         if len(members) == 1:
