@@ -22,9 +22,8 @@ with ends_without_a_word():
 
     from runner.cli.compose import HYDRA_VERSION_BASE, read_config, written_choices
     from runner.cli.launch import checked, parse_args
-    from runner.cli.method_options import add_method_options
+    from runner.cli.overrides import in_hydras_grammar
     from runner.cli.screen import USER_ERROR_STATUS, show_error, show_interrupt
-    from runner.cli.speculative_config import quote_json
     from runner.cli.sweep import FailedPointsError
     from runner.earlier_points import EarlierPoints
     from runner.endings import postponed_interrupts, printing
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     try:
-        argv = add_method_options(quote_json(sys.argv[1:] if argv is None else argv))
+        argv = in_hydras_grammar(sys.argv[1:] if argv is None else argv)
         with checked(parse_args(argv), argv) as sys.argv[1:]:
             _run_jobs()
     except FailedPointsError as error:

@@ -160,6 +160,27 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
 
 
+@pytest.mark.parametrize(("program", "purpose"), [(main, "to train a head"), (tune, "to be tuned")])
+@pytest.mark.parametrize("config", ['{"method": "eagle3", "num_speculative_tokens": 2}', "{method: ngram}"])
+def test_a_speculative_config_is_to_be_written_as_a_method(
+    program: Callable[..., int], purpose: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training found fault with the default method instead, and JSON was told to be written as it was."""
+    assert program(["--output", str(tmp_path / "new"), f"speculative_config={config}"]) == 2
+    told = capsys.readouterr().err
+    assert f"speculative_config must be null {purpose}\n" in told and "write its keys as method=<method>" in told
+
+
+@pytest.mark.parametrize("program", [main, tune])
+def test_options_of_a_users_own_class_are_taken_by_every_program(
+    program: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["method=custom_class", "method.model=a.B", "method.options.x=1"]
+    assert program(["--output", str(tmp_path / "new"), *own, "repeats=2"]) == 2
+    told = capsys.readouterr().err
+    assert "repeats must be left out" in told if program is tune else "method must be one of eagle" in told, told
+
+
 @pytest.mark.parametrize("program", [main, tune])
 def test_an_output_that_is_taken_or_has_no_room_is_refused_and_left_alone(
     program: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -248,9 +248,3 @@ def test_what_cannot_be_tuned_is_refused_with_the_remedy(
 ) -> None:
     assert main([*SMALL, "tracking=none", *arguments]) == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_a_speculative_config_is_tuned_as_a_method(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["speculative_config={method: ngram, num_speculative_tokens: 4}"]) == 2
-    told = capsys.readouterr().err
-    assert "speculative_config must be null to be tuned" in told and "method=<method>" in told

@@ -85,6 +85,18 @@ class Composer:
             raise ConfigError([Problem(name=KEY, rule=rule, remedy=f"leave out one of them, or set {KEY}=null")])
         return cfg
 
+    def compose_by_group(self, overrides: list[str], purpose: str) -> DictConfig:
+        """The same for programs that set keys of the method group themselves.
+
+        Raises:
+            ConfigError: a speculative_config stands in the group's place, or what Hydra refuses.
+        """
+        cfg = self.compose(overrides)
+        if cfg.get(KEY) is not None:
+            remedy = "write its keys as method=<method> method.<key>=<value>"
+            raise ConfigError([Problem(name=KEY, rule=f"must be null {purpose}", remedy=remedy)])
+        return cfg
+
     def config(self, overrides: list[str]) -> SpeculativeConfig:
         """The validated configuration of one point.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from runner.cli.arguments import at_least, new_directory
 from runner.cli.compose import Composer
+from runner.cli.overrides import in_hydras_grammar
 from runner.cli.program import exit_status, program_parser, use_it
 from runner.config import DemoWorkload, JsonlWorkload, SpeculativeConfig, SyntheticWorkload
 from runner.config.problem import ConfigError, Problem
@@ -61,12 +62,13 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
     """
     from runner.train.heads.for_target import METHODS
 
+    overrides = in_hydras_grammar(options.overrides)
     with Composer() as composer:
-        chosen = composer.compose(options.overrides).method.method
+        chosen = composer.compose_by_group(overrides, "to train a head").method.method
         if chosen not in METHODS:
             rule, remedy = f"must be one of {', '.join(METHODS)}", f"add method={METHODS[1]}, say"
             raise ConfigError([Problem(name="method", rule=rule, value=chosen, remedy=remedy)])
-        config = composer.config([*options.overrides, _model_override(options.output.resolve())])
+        config = composer.config([*overrides, _model_override(options.output.resolve())])
     if config.method.num_speculative_tokens < 1:
         raise UserError("method.num_speculative_tokens must be >= 1, got 0; a head learns that many guesses")
     if config.model.load_format == "dummy":

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from runner.cli.arguments import at_least, new_directory
 from runner.cli.compose import Composer
+from runner.cli.overrides import in_hydras_grammar
 from runner.cli.program import exit_status, program_parser, use_it
-from runner.cli.speculative_config import KEY
 from runner.config import SpeculativeConfig
 from runner.config.problem import ConfigError, Problem
 from runner.endings import reader_may_leave
@@ -89,11 +89,9 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
     Raises:
         UserError: there is nothing to tune, or what is to be found is given already.
     """
-    overrides = list(options.overrides)
+    overrides = in_hydras_grammar(options.overrides)
     with Composer() as composer:
-        if composer.compose(overrides).get(KEY) is not None:
-            remedy = "write its keys as method=<method> method.<key>=<value>"
-            raise ConfigError([Problem(name=KEY, rule="must be null to be tuned", remedy=remedy)])
+        composer.compose_by_group(overrides, "to be tuned")
         if options.num_speculative_tokens:
             overrides.append(f"method.num_speculative_tokens={max(options.num_speculative_tokens)}")
         config = composer.config(overrides)
