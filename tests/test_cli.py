@@ -200,6 +200,7 @@ def test_mistakes_of_different_kinds_are_listed_together(cli: CommandLine) -> No
         ),
         (["run_name=${oc.env:SURELY_NOT_SET}"], "run_name cannot be resolved"),
         (["seed=${sed}"], "seed cannot be resolved"),
+        (["speculative_config=${nope}"], "speculative_config cannot be resolved"),
         (["model={model: x}", "seed.x=1"], "seed must be an integer, got {'x': 1}"),
         (["--cfg", "job", "method.foo=1"], "method.foo is an unknown key"),
         (["method=suffix", "method.quantization=fp8"], "only method=draft_model or"),  # not a key of the target

@@ -77,10 +77,11 @@ class Composer:
             raise ConfigError(problems)
         try:
             cfg = self._compose(overrides)
+            is_given = OmegaConf.select(cfg, KEY) is not None  # it may be ${...}, and that of nothing
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             problems = self._unknown_keys(overrides) if _is_unknown_key(error) else []
             raise ConfigError(problems or [_problem_of(error, overrides)]) from error
-        if cfg.get(KEY) is not None and (named := self._named_methods(cfg, overrides)):
+        if is_given and (named := self._named_methods(cfg, overrides)):
             rule = f"excludes {' and '.join(named)}: each says which method to run"
             raise ConfigError([Problem(name=KEY, rule=rule, remedy=f"leave out one of them, or set {KEY}=null")])
         return cfg
