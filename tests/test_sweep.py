@@ -101,6 +101,28 @@ def test_a_missing_workload_stops_the_sweep_before_anything_runs(cli: CommandLin
     assert "missing.jsonl' it does not exist" in " ".join(ending.err.split())
 
 
+@pytest.mark.parametrize("subdir", ["same", "x/../same", "${now:%H-%M-%S-%f}", "${method.method}"])
+def test_points_that_would_write_over_each_others_files_are_no_sweep(cli: CommandLine, subdir: str) -> None:
+    """All ran, and the files of the last alone were left. A time is told once where the directory above has it too."""
+    ending = cli("-m", "method=ngram,suffix,ngram_gpu", "seed=0,1", "tracking=none", f"hydra.sweep.subdir={subdir}")
+    assert (ending.status, ending.jobs, ending.out) == (2, [], "")
+    assert "hydra.sweep.subdir must give every point of a sweep a directory of its own, got" in ending.err
+    assert f"is that of {2 if 'method' in subdir else 6} points; leave it out, or name the job in it: ${{" in ending.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "subdir",
+    ["a-${hydra.job.num}", "${hydra:job.num}", "${now:%f}", "${hydra.job.override_dirname}", "x${seed}"],
+)
+def test_points_with_directories_of_their_own_are_a_sweep_however_these_are_named(
+    cli: CommandLine, subdir: str
+) -> None:
+    ending = cli("-m", "method=ngram", "seed=0,1", "tracking=none", f"hydra.sweep.subdir={subdir}")
+    assert ending.status == 0, ending.err
+    assert len({directory for _, directory in ending.jobs}) == 2
+
+
 def test_the_screen_of_a_sweep_names_the_points_and_their_problems(cli: CommandLine) -> None:
     ending = cli("-m", "method=none,ngrm", "method.num_speculative_tokens=2,-1", "tracking=none")
     assert ending.err.splitlines() == [

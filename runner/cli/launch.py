@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
 from hydra import __version__ as hydra_version
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.arguments import obstacle
@@ -84,6 +87,7 @@ def checked(args: argparse.Namespace, argv: list[str]) -> Iterator[list[str]]:
             sweep = read_sweep(composer, args.overrides, hydra)
             _check_directory("hydra.sweep.dir", hydra.sweep)
             if sweep is not None:
+                _check_apart(hydra, sweep)
                 require_files(sweep)
         else:
             composer.config(args.overrides)
@@ -106,6 +110,28 @@ def _check_directory(name: str, node: DictConfig) -> None:
         remedy = f"{reason}; set {name}=<another directory>"
         value = os.path.abspath(path) if path else path
         raise ConfigError([Problem(name=name, rule="must be a directory that can be made", value=value, remedy=remedy)])
+
+
+def _check_apart(hydra: DictConfig, sweep: Sweep) -> None:
+    """Every job writes files of the same names, and Hydra lets a later one write over an earlier one's."""
+    written = OmegaConf.to_container(hydra.sweep)
+    assert isinstance(written, dict)
+    if re.search(r"\$\{hydra[.:]job\.(num|id)\}", str(written["subdir"])):
+        return  # by itself another one each time
+    root = hydra._get_root()
+    assert isinstance(root, DictConfig)
+    directories = []
+    for point in sweep.points:
+        node = GlobalHydra.instance().config_loader().load_sweep_config(root, list(point)).hydra.sweep
+        try:
+            directories.append(os.path.normpath(os.path.join(str(node.dir), str(node.subdir))))
+        except OmegaConfBaseException:
+            return  # it follows what only the job knows
+    directory, count = Counter(directories).most_common(1)[0]
+    if count > 1:
+        rule = "must give every point of a sweep a directory of its own"
+        remedy = f"{directory} is that of {count} points; leave it out, or name the job in it: ${{hydra.job.num}}"
+        raise ConfigError([Problem(name="hydra.sweep.subdir", rule=rule, value=written["subdir"], remedy=remedy)])
 
 
 def _report_duplicates(sweep: Sweep) -> None:
