@@ -28,7 +28,6 @@ from runner.metrics import InParts
 from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
 from runner.proposer import build_proposer
-from runner.responses import check_responses_file
 from runner.target import load_target, resolve_device, resolve_dtype
 from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
@@ -69,8 +68,8 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
     if torch.cuda.is_available():  # an earlier job of this process may have left some of its memory full
         release_unused()
         torch.cuda.reset_peak_memory_stats()
-    if isinstance(config.method, SuffixKeys) and config.method.suffix_decoding_corpus is not None:
-        check_responses_file(config.method.suffix_decoding_corpus)
+    if isinstance(config.method, SuffixKeys):
+        config.method.require_corpus()
     hardware = config.hardware
     shard = shard or Shard()
     info = load_target(config, shard) if target_info is None else target_info

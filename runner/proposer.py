@@ -24,7 +24,7 @@ from runner.engine.errors import UserError
 from runner.engine.memory import making_weights
 from runner.model_files import model_source, own_tokenizer
 from runner.prompts import Tokenizer
-from runner.responses import Responses, check_responses_file
+from runner.responses import Responses
 
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 
@@ -48,9 +48,9 @@ def build_proposer(config: SpeculativeConfig, context: ProposerContext, tokenize
     elif isinstance(method, SelfSpeculationMethod):
         own_keys["draft_sample_method"] = method.draft_sample_method
     elif isinstance(method, SuffixMethod):
-        path = own_keys.pop("suffix_decoding_corpus")
-        if path is not None:
-            own_keys["corpus"] = Responses(check_responses_file(path), tokenizer, context.vocab_size)
+        own_keys.pop("suffix_decoding_corpus")
+        if (path := method.require_corpus()) is not None:
+            own_keys["corpus"] = Responses(path, tokenizer, context.vocab_size)
     num_tokens = 0 if method.method == "none" else method.num_speculative_tokens
     source: ModelSource | None = own_keys.get("source")
     with nullcontext() if source is None else making_weights(f"{source.name}={source.model}"):

@@ -15,15 +15,6 @@ KEY = "method.suffix_decoding_corpus"
 TEXT_FIELDS = ("text", "response")
 
 
-def check_responses_file(path: str) -> Path:
-    """The file's path. Raises UserError when there is none; asked before a model is loaded."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        found = "is not a file" if file.exists() else "does not exist"
-        raise UserError(f"{KEY} must be a .jsonl file, got {path!r}, which {found}; check the path")
-    return file
-
-
 @dataclass(frozen=True)
 class Responses:
     """The token ids of each line's response, in order; empty ones are left out. The file is read at every iteration.

@@ -306,5 +306,5 @@ def test_a_corpus_without_a_response_and_one_that_is_not_there_are_refused(tmp_p
         list(Responses(Path(write_lines(tmp_path / "empty.jsonl", "")), Tokenizer(None), 64))
     with pytest.raises(UserError, match=r"config\.suffix_decoding_corpus must be a \.jsonl file.*check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": "nowhere.jsonl"})
-    with pytest.raises(UserError, match="which is not a file; check the path"):
+    with pytest.raises(UserError, match="it is a directory: check the path"):
         LLM("no-such-model", speculative_config={**METHOD, "suffix_decoding_corpus": str(tmp_path)})

@@ -101,6 +101,16 @@ def test_a_missing_workload_stops_the_sweep_before_anything_runs(cli: CommandLin
     assert "missing.jsonl' it does not exist" in " ".join(ending.err.split())
 
 
+@pytest.mark.parametrize("method", ["suffix", "suffix_recycling", "hybrid"])
+def test_missing_earlier_responses_stop_the_sweep_before_anything_runs(cli: CommandLine, method: str) -> None:
+    """The points without them ran first; what else is missing is told in the same screen."""
+    missing = ["method.suffix_decoding_corpus=no.jsonl,null", "workload=jsonl", "workload.path=none.jsonl"]
+    ending = cli("-m", f"method={method}", *missing, "tracking=none")
+    assert (ending.status, ending.jobs) == (2, [])
+    assert "method.suffix_decoding_corpus must be a .jsonl file, got 'no.jsonl'\n        it does not ex" in ending.err
+    assert ending.err.count("workload.path must be a .jsonl file, got 'none.jsonl'") == 2
+
+
 @pytest.mark.parametrize("subdir", ["same", "x/../same", "${now:%H-%M-%S-%f}", "${method.method}"])
 def test_points_that_would_write_over_each_others_files_are_no_sweep(cli: CommandLine, subdir: str) -> None:
     """All ran, and the files of the last alone were left. A time is told once where the directory above has it too."""

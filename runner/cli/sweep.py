@@ -6,7 +6,7 @@ ignored keys are out (method=none at several draft lengths) are run once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from runner.cli.compose import Composer, written_value
 from runner.cli.screen import BUG_STATUS, USER_ERROR_STATUS, problem_lines
 from runner.config.problem import ConfigError, Problem
 from runner.config.root import SpeculativeConfig
+from runner.config.suffix_method import SuffixKeys
 from runner.config.workload import JsonlWorkload
 from runner.engine.errors import UserError
 
@@ -152,20 +153,30 @@ def _different_records(configs: Sequence[SpeculativeConfig]) -> Iterator[Problem
 
 
 def require_files(sweep: Sweep) -> None:
-    """Of the workloads: a point would otherwise miss its own behind those that ran.
+    """Of workloads and earlier responses: a point would otherwise miss its own behind those that ran.
 
     Raises:
         SweepError: at least one is missing.
     """
     failures = []
     for point, config in zip(sweep.points, sweep.configs, strict=True):
-        if isinstance(config.workload, JsonlWorkload):
+        problems: list[Problem] = []
+        for require in _files(config):
             try:
-                config.workload.require_file()
+                require()
             except ConfigError as error:
-                failures.append((point, error))
+                problems.extend(error.problems)
+        if problems:
+            failures.append((point, ConfigError(problems)))
     if failures:
         raise SweepError(len(sweep.points), failures)
+
+
+def _files(config: SpeculativeConfig) -> Iterator[Callable[[], object]]:
+    if isinstance(config.workload, JsonlWorkload):
+        yield config.workload.require_file
+    if isinstance(config.method, SuffixKeys):
+        yield config.method.require_corpus
 
 
 @contextmanager

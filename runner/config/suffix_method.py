@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from runner.config.jsonl_file import require_jsonl_file
 from runner.config.method import MethodConfig
 
 
@@ -29,6 +31,16 @@ class SuffixKeys(MethodConfig):
         min_length=1,
         description="a .jsonl file of earlier responses (token_ids or text, as outputs.jsonl has) to start from",
     )
+
+    def require_corpus(self) -> Path | None:
+        """The path of the earlier responses, if any are named.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        if self.suffix_decoding_corpus is None:
+            return None
+        return require_jsonl_file("method.suffix_decoding_corpus", self.suffix_decoding_corpus)
 
     @model_validator(mode="after")
     def _check_corpus(self) -> Self:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from runner.config.jsonl_file import require_jsonl_file
 from runner.config.node import Node
-from runner.config.problem import ConfigError, Problem
 
 
 class TrafficNode(Node):
@@ -55,16 +54,7 @@ class JsonlWorkload(TrafficNode):
         Raises:
             ConfigError: there is none.
         """
-        path = Path(self.path).expanduser()
-        if os.path.isfile(path):  # Path.is_file raises where a name is too long
-            return path
-        remedy = "it does not exist: check the path"
-        if os.path.isdir(path):
-            remedy = "it is a directory: check the path"
-        elif os.path.exists(path):  # a pipe or a device: every point of a sweep reads it anew
-            remedy = "it is not a regular file: write what comes from it to one"
-        rule = "must be a .jsonl file"
-        raise ConfigError([Problem(name="workload.path", rule=rule, value=str(path), remedy=remedy)])
+        return require_jsonl_file("workload.path", self.path)
 
 
 class SyntheticWorkload(TrafficNode):
