@@ -22,7 +22,8 @@ class NgramProposer(Proposer):
         self, *, num_speculative_tokens: int, context: ProposerContext, prompt_lookup_min: int, prompt_lookup_max: int
     ) -> None:
         super().__init__(num_speculative_tokens=num_speculative_tokens, context=context)
-        self.index = NgramIndex(prompt_lookup_min, prompt_lookup_max)
+        longest = context.max_model_len  # a match cannot be longer, and the index grows with what it looks for
+        self.index = NgramIndex(min(prompt_lookup_min, longest), min(prompt_lookup_max, longest))
         self._sequences: dict[str, int] = {}  # request_id -> its number in the index
         self._num_indexed: dict[str, int] = {}  # request_id -> tokens of it that the index holds
 

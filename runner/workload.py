@@ -143,7 +143,9 @@ def _read_line(line: str, prompt_field: str, place: str) -> WorkloadItem:
     try:
         row: Any = json.loads(line.strip(), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, or nested too deep
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         got = f"{line.strip()[:60]!r}: {reason}"
         is_list = line.lstrip().startswith("[") and place.endswith(":1")
         remedy = "write each entry of a JSON list in a line, as with: jq -c '.[]'" if is_list else "mend that line"

@@ -503,7 +503,7 @@ def test_an_escape_that_no_shell_and_not_hydra_has_read_is_told_of() -> None:
     """Texts ran on over their stop string, and nobody said why."""
     for stop, is_told in (["\\n"], True), (["\n"], False), ("a\\tb", True), (["\\w"], False):
         config = SpeculativeConfig.parse({"model": TINY, "method": {"method": "ngram"}, "sampler": {"stop": stop}})
-        assert [note.startswith("sampler: ") for note in config.notes()] == [True] * is_told
+        assert [note.startswith("sampler.stop: ") for note in config.notes()] == [True] * is_told
 
 
 def test_a_server_of_mlflow_without_its_scheme_is_refused_before_a_model_is_loaded() -> None:

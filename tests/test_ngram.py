@@ -172,6 +172,16 @@ def test_a_proposer_indexes_each_token_of_a_request_once() -> None:
         assert proposer.index.token_ids(0) == request.tokens_between(0, request.num_tokens)
 
 
+def test_lengths_that_no_text_comes_to_cost_nothing() -> None:
+    """The index was as wide as they are, and there was no memory for it."""
+    huge, usual = make_proposer(min_n=1, max_n=10**12), make_proposer(min_n=1, max_n=1024)
+    request = make_request([1, 2, 3, 1], "a")
+    request.output_token_ids.append(2)
+    drafts = [own.propose(schedule_of(request)).token_ids.tolist() for own in (huge, usual)]
+    assert drafts[0] == drafts[1] == [3, 1, 2, 3]
+    assert len(huge.index.pool) <= len(usual.index.pool)
+
+
 def test_a_proposer_sees_prompt_and_output_of_each_request_and_of_no_other() -> None:
     proposer = make_proposer()
     first, second, third = make_request([1, 2, 3, 1], "a"), make_request([1, 9, 9, 9], "b"), make_request([2, 5], "c")

@@ -93,10 +93,12 @@ class SamplerConfig(Node):
 
     def notes(self) -> list[str]:
         """Hydra reads no escapes, so a shell's "\\n" comes as two characters."""
-        escaped = [text for text in (*self.stop, *self.bad_words) if re.search(r"\\[nt]", text)]
         return [
-            f"sampler: {text!r} holds a backslash and a letter, not a line's end or a tab; in bash write $'...\\n...'"
-            for text in escaped
+            f"sampler.{key}: {text!r} holds a backslash and a letter, not a line's end or a tab; in bash write "
+            "$'...\\n...'"
+            for key, texts in (("stop", self.stop), ("bad_words", self.bad_words))
+            for text in texts
+            if re.search(r"\\[nt]", text)
         ]
 
     @model_validator(mode="after")

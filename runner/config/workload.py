@@ -21,9 +21,9 @@ class TrafficNode(Node):
     )
     request_rate: float | None = Field(
         default=None,
-        gt=0,
+        ge=1e-6,
         le=1e6,
-        description="requests that arrive a second, in (0, 1e6], whether or not earlier ones have ended, in "
+        description="requests that arrive a second, in [1e-6, 1e6], whether or not earlier ones have ended, in "
         "exponential gaps drawn from the run's seed; a wait for max_concurrency counts; null: no rate",
     )
 
