@@ -46,3 +46,13 @@ def drafter_fit_notes(
     elif hasattr(method, "aux_hidden_state_layer_ids"):
         remedy += ", and that it reads the hidden states that it was trained on (method.aux_hidden_state_layer_ids)"
     return [f"only {share:.0%} of the first guesses of {name} were accepted at temperature 0; {remedy}"]
+
+
+def cut_draft_notes(config: SpeculativeConfig, most: int) -> list[str]:
+    """One note where a drafter guesses fewer tokens ahead than were asked of it; most: how many it does."""
+    asked = config.method.num_speculative_tokens
+    if config.method.method == "none" or most >= asked:
+        return []
+    return [
+        f"{asked} tokens were asked of {config.method.method}, whose drafter guesses {most} ahead: so many are drafted"
+    ]

@@ -15,7 +15,7 @@ import torch
 
 from proposers.base import Proposer
 from runner.cut_texts import cut_text_notes
-from runner.drafter_fit import drafter_fit_notes
+from runner.drafter_fit import cut_draft_notes, drafter_fit_notes
 from runner.earlier_points import EarlierPoints
 from runner.engine.errors import UserError
 from runner.engine.request import Request
@@ -182,6 +182,7 @@ def _summaries(
             notes=[
                 *known,
                 *of_sweep,
+                *cut_draft_notes(config, engine.proposer.num_speculative_tokens),
                 *drafter_fit_notes(config, items, each.metrics.records),
                 *cut_text_notes(each.requests, engine.target_info.max_model_len),
                 *in_parts_notes(each.metrics.steps_in_parts, each.metrics.num_decoding_steps),

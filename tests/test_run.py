@@ -108,6 +108,14 @@ def test_a_wait_for_a_core_in_any_pass_makes_the_whole_measurement_doubtful(
     assert "lower hardware.num_threads=1" in note
 
 
+def test_a_drafter_that_guesses_fewer_tokens_than_were_asked_of_it_is_told(tmp_path: Path) -> None:
+    for asked in (3, 9):
+        method = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": asked}
+        summary = execute(config(baseline=False, method=method), tmp_path / str(asked))
+        expected = "9 tokens were asked of medusa, whose drafter guesses 3 ahead: so many are drafted"
+        assert [note for note in summary["notes"] if "asked of" in note] == [expected] * (asked == 9)
+
+
 def test_without_a_baseline_there_is_no_speedup_and_no_comparison(tmp_path: Path) -> None:
     summary = execute(config(baseline=False, method={"method": "ngram"}), tmp_path)
     assert summary["speedup"] is None
