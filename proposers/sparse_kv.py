@@ -27,11 +27,8 @@ class SparseKVProposer(SelfSpeculationProposer):
         Raises:
             UserError: the target has no layers that can draft.
         """
-        assert context.target is not None and context.target_runner is not None, "it drafts with the target"
-        model, block_size = (
-            require_own_layers(context.target, "sparse_kv", "all layers"),
-            context.target_runner.block_size,
-        )
+        assert context.target is not None, "it drafts with the target"
+        model = require_own_layers(context.target, "sparse_kv", "all layers")
         super().__init__(
             num_speculative_tokens=num_speculative_tokens,
             context=context,
@@ -39,7 +36,7 @@ class SparseKVProposer(SelfSpeculationProposer):
             num_layers=model.num_layers,
         )
         self.kept = KeptContext(
-            num_first_blocks=-(-num_sink_tokens // block_size),
+            num_first_blocks=-(-num_sink_tokens // context.block_size),
             num_recent_tokens=num_recent_tokens,
-            block_size=block_size,
+            block_size=context.block_size,
         )
