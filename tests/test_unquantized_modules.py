@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.engine.errors import UserError
-from runner.engine.unquantized_modules import is_unquantized
+from runner.engine.unquantized_modules import UnquantizedModules
 
 QUERIES = "model.layers.2.self_attn.q_proj"
 
@@ -33,9 +33,9 @@ QUERIES = "model.layers.2.self_attn.q_proj"
 def test_an_entry_is_a_name_a_part_of_one_a_glob_or_a_regular_expression(
     stated: dict[str, Any], is_excluded: bool
 ) -> None:
-    assert is_unquantized(QUERIES, stated, "model.model=x") == is_excluded
+    assert (QUERIES in UnquantizedModules(stated, "model.model=x")) == is_excluded
 
 
 def test_an_entry_that_is_no_regular_expression_is_named() -> None:
     with pytest.raises(UserError, match=r"of model.model=x must name modules by .*, got 're:\(' .*; mend its config"):
-        is_unquantized(QUERIES, {"ignore": ["re:("]}, "model.model=x")
+        UnquantizedModules({"ignore": ["re:("]}, "model.model=x")

@@ -20,7 +20,7 @@ from runner.engine.linear import WeightTarget
 from runner.engine.quantization import Quantization, held_weights, read_scheme
 from runner.engine.quantized_tensors import QuantizedTensor
 from runner.engine.shard import Shard
-from runner.engine.unquantized_modules import is_unquantized
+from runner.engine.unquantized_modules import UnquantizedModules
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ def _quantization_of_dummy(source: ModelSource, products: Sequence[str], arch: A
     scheme = read_scheme(stated, of, source.quantization_option)
     if scheme.packing == "mxfp4":
         products = [] if arch.experts is None else [name for name in products if arch.experts.prefix in name]
-    return dict.fromkeys((name for name in products if not is_unquantized(name, stated, of)), scheme.storage)
+    excluded = UnquantizedModules(stated, of)
+    return dict.fromkeys((name for name in products if name not in excluded), scheme.storage)
 
 
 def _quantization_of_dummy_head(source: ModelSource, products: Sequence[str], arch: Architecture) -> Quantization:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
+from fnmatch import translate
 from typing import Any
 
 from runner.engine.architecture import are_names
@@ -15,29 +15,54 @@ _KEYS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"
 _REGEX = "re:"  # of compressed-tensors
 
 
-def is_unquantized(module: str, stated: Mapping[str, Any], of: str) -> bool:
-    """Whether a module is in such a list, or one that it is a part of.
+class UnquantizedModules:
+    """Holds a module that is in such a list, or that is a part of one.
 
     Entries are regular expressions, globs (ModelOpt's) or names, whole ones or their last parts (AWQ's mlp.gate).
-
-    Args:
-        module: as a language model alone names it, where entries may be of a checkpoint of more than text.
-        of: the checkpoint, for errors.
-
-    Raises:
-        UserError: an entry that is no regular expression.
     """
-    lists = (stated.get(key, ()) for key in _KEYS)
-    entries = [entry for own in lists if are_names(own) for entry in own]
-    names = (module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}")
-    return any(_matches(name, entry, of) for name in names for entry in entries)
+
+    def __init__(self, stated: Mapping[str, Any], of: str) -> None:
+        """
+        Args:
+            stated: the quantization_config.
+            of: the checkpoint, for errors.
+
+        Raises:
+            UserError: an entry that is no regular expression.
+        """
+        lists = (stated.get(key, ()) for key in _KEYS)
+        entries = {entry for own in lists if are_names(own) for entry in own}
+        regexes = {entry for entry in entries if entry.startswith(_REGEX)}
+        globs = {entry for entry in entries - regexes if re.search(r"[*?[]", entry)}
+        # There are hundreds of entries, of tens of thousands of modules: names are looked up.
+        self._names = entries - regexes - globs
+        self._regexes = [_compiled(entry, of) for entry in regexes]
+        self._globs = [re.compile(translate(f"*.{entry}.*")) for entry in globs]
+
+    def __contains__(self, module: str) -> bool:
+        """module: as a language model alone names it, where entries may be of a checkpoint of more than text."""
+        names = (module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}")
+        return any(map(self._holds, names))
+
+    def _holds(self, name: str) -> bool:
+        return (
+            any(part in self._names for part in _parts(name))
+            or any(glob.match(f".{name}.") for glob in self._globs)
+            or any(regex.match(name) for regex in self._regexes)
+        )
 
 
-def _matches(name: str, entry: str, of: str) -> bool:
-    if not entry.startswith(_REGEX):
-        return fnmatchcase(f".{name}.", f"*.{entry}.*")
+def _parts(name: str) -> Iterator[str]:
+    """Of a module's name, neighbours together: a.b.c gives a, a.b, a.b.c, b, b.c and c."""
+    words = name.split(".")
+    for first in range(len(words)):
+        for end in range(first, len(words)):
+            yield ".".join(words[first : end + 1])
+
+
+def _compiled(entry: str, of: str) -> re.Pattern[str]:
     try:
-        return re.match(entry.removeprefix(_REGEX), name) is not None
+        return re.compile(entry.removeprefix(_REGEX))
     except re.error as error:
         raise UserError(
             f"quantization_config of {of} must name modules by regular expressions behind {_REGEX!r}, got {entry!r} "
