@@ -1,4 +1,4 @@
-"""Whether a drafter fits its target, judged by its first guesses: a note where few of them were right.
+"""Whether a drafter fits its target, by its first guesses, and guesses as far ahead as was asked: notes where not.
 
 A head whose numbers of hidden states were meant otherwise than they are read, or that was made for another model of the
 same sizes, loads without a word: SGLang and vLLM number what one key names differently.
