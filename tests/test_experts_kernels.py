@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -257,6 +259,23 @@ def test_a_product_that_nothing_gates_may_be_of_rows(kernel_device: torch.device
     assert torch.equal(products.linear_of_experts(x, weights.unbind(), routing, of_rows=True), expected)
 
 
+@cache
+def operands_apart(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Rows that lie apart, of which an example has the first ones, and weights and biases of three experts."""
+    width = 4 * linear_plan.LINE // dtype.itemsize - 3
+    rows = rounding_between_steps(30, width + 8, dtype=dtype).to(device)[:, :width]
+    weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(device).unbind()
+    return rows, weights, randn(3, 66, dtype=dtype, seed=1).to(device)
+
+
+@cache
+def products_alone(device: torch.device, dtype: torch.dtype, row: int, expert: int) -> tuple[Tensor, Tensor]:
+    """Of one row with one weight, and gated: most examples ask for the same ones."""
+    rows, weights, biases = operands_apart(device, dtype)
+    own = rows[row : row + 1], weights[expert], biases[expert]
+    return linears.linear(*own)[0], linears.gated_linear(*own, "clamped_swiglu")[0]
+
+
 @given(
     chosen=st.lists(st.permutations(range(3)).map(lambda order: order[:2]), min_size=1, max_size=30),
     dtype=st.sampled_from([torch.float32, torch.float16]),
@@ -267,22 +286,17 @@ def test_a_product_has_the_bits_of_the_row_alone_with_the_weight_alone(
     kernel_device: torch.device, chosen: list[list[int]], dtype: torch.dtype, wide_rows: int
 ) -> None:
     """Of rows that lie apart, where kernels.linear spreads partial sums; one feature tile to a program, and two."""
-    width = 4 * linear_plan.LINE // dtype.itemsize - 3
-    rows = rounding_between_steps(len(chosen), width + 8, dtype=dtype).to(kernel_device)[:, :width]
-    weights = (small_integers(3, 66, width, dtype=dtype) / 64).to(kernel_device).unbind()
-    biases = randn(3, 66, dtype=dtype, seed=1).to(kernel_device)
-    gate = "clamped_swiglu"
-    routing = to(kernel_device, to_experts(chosen, 3))
+    rows, weights, biases = operands_apart(kernel_device, dtype)
+    rows, routing = rows[: len(chosen)], to(kernel_device, to_experts(chosen, 3))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_STEPS", 1), ("PROGRAMS", 4), ("LATE_WIDE_ROWS", wide_rows)):
             patch.setattr(linear_plan, name, value)
         found = products.linear_of_experts(rows[routing.rows], weights, routing, biases)
-        gated = products.gated_linear_of_experts(rows, weights, routing, biases, gate)
+        gated = products.gated_linear_of_experts(rows, weights, routing, biases, "clamped_swiglu")
         for row, (experts, places) in enumerate(zip(chosen, routing.places.tolist(), strict=True)):
             for expert, place in zip(experts, places, strict=True):
-                alone = rows[row : row + 1]
-                assert torch.equal(found[place], linears.linear(alone, weights[expert], biases[expert])[0])
-                assert torch.equal(gated[place], linears.gated_linear(alone, weights[expert], biases[expert], gate)[0])
+                alone, gated_alone = products_alone(kernel_device, dtype, row, expert)
+                assert torch.equal(found[place], alone) and torch.equal(gated[place], gated_alone)
 
 
 def test_an_expert_writes_to_its_own_places_alone(emulated_gpu: EmulatedDevice) -> None:
