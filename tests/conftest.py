@@ -144,12 +144,17 @@ def complete(
     return requests, metrics
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what compiles the draft-free methods' indices, half a minute of work in a fresh checkout.
+# What compiles for half a minute and more in one test, where nothing is cached: indices by numba, programs by Triton.
+COMPILING = ("test_ngram.py", "test_suffix.py", "test_kernels_aot.py", "test_launches_compile.py")
 
-    Workers begin at different places: while one compiles, none of the others comes to a test that needs the same.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what compiles longest, two and a half minutes of one worker in a fresh checkout.
+
+    Workers begin at different places: while one compiles, none of the others comes to a test that needs the same. And
+    what is left at the end are short tests, of which each worker takes its part.
     """
-    items.sort(key=lambda item: item.path.name not in ("test_ngram.py", "test_suffix.py"))
+    items.sort(key=lambda item: item.path.name not in COMPILING)
 
 
 @pytest.hookimpl(wrapper=True)
