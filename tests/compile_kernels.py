@@ -44,6 +44,7 @@ KERNELS = list(with_compute_capabilities([*PRODUCTS, *ATTENTION, *ROWS, *STATES,
 
 # Whose programs for equal rows and for counted ones compute one token after another, and must round alike.
 RECURRENT = ("gated_delta_kernel", "short_conv_kernel")
+COUNTED = [kernel for kernel in KERNELS if kernel.name in RECURRENT]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ class Compiled:
     aligned: list[str]  # pointers whose alignment another program would be compiled for
     reductions: list[str]  # how what is added up lies in registers, which decides the order
     additions: int  # of float32, which are fused with no product
-    arithmetic: dict[str, int]  # of RECURRENT: how many float32 are added, multiplied, and both at once
+    # Of COUNTED for sm_90, as it takes a second: how many float32 are added, multiplied, and both at once.
+    arithmetic: dict[str, int]
 
 
 def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
@@ -102,7 +104,7 @@ def compile_kernel(kernel: Kernel, compute_capability: int) -> Compiled:
         first_access=next(iter(re.findall(ACCESSES, compiled.asm["ptx"])), ""),
         aligned=[name for name in aligned if types[name].startswith("*")],
         reductions=reductions(compiled.asm["ttgir"]),
-        arithmetic=arithmetic(compiled.asm["cubin"]) if kernel.name in RECURRENT else {},
+        arithmetic=arithmetic(compiled.asm["cubin"]) if compute_capability == 90 and kernel in COUNTED else {},
         additions=len(re.findall(r"\badd(?:\.rn)?\.f32", compiled.asm["ptx"])),
     )
 
