@@ -279,6 +279,20 @@ def test_a_distribution_that_has_nothing_of_what_is_allowed_becomes_none_at_all(
     assert conditioned.tolist() == [[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]]
 
 
+def test_a_distribution_under_a_grammar_has_its_bits_in_any_batch() -> None:
+    """Bug told here: torch adds a lone row of a large vocabulary up in another order, where it has threads to share."""
+    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    probs = torch.randn(12, 128_256, generator=generator).softmax(dim=-1)
+    words = torch.randint(-(2**31), 2**31, (12, 128_256 // 32), generator=generator).to(torch.int32)
+    torch.set_num_threads(2)
+    try:
+        together = condition_on_bitmask(probs, words)
+        alone = torch.cat([condition_on_bitmask(probs[row : row + 1], words[row : row + 1]) for row in range(12)])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, together)
+
+
 # ---- drafts
 
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.reference.row_sum import row_sum
+
 
 class Verified(NamedTuple):
     token_ids: Tensor  # [num_requests, max_num_draft_tokens + 1] int64: accepted, recovered or bonus, then -1
@@ -105,12 +107,12 @@ def residual_one_hot(p: Tensor, draft_token_ids: Tensor) -> Tensor:
 
 def normalised(probs: Tensor) -> Tensor:
     """Each row of probs divided by its sum, [num_rows, vocab]."""
-    return probs / _row_sum(probs).to(probs.dtype).unsqueeze(1)
+    return probs / row_sum(probs).to(probs.dtype).unsqueeze(1)
 
 
 def residual_mass(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     """sum(max(scale * p - q, 0)) over the vocabulary, [num_rows] float64."""
-    return _row_sum(_excess(p, q, scale))
+    return row_sum(_excess(p, q, scale))
 
 
 def residual_mass_one_hot(p_draft: Tensor, scale: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def residual_mass_one_hot(p_draft: Tensor, scale: Tensor) -> Tensor:
 
 def entropy(p: Tensor) -> Tensor:
     """H of each row in nats, [num_rows] float64; 0 * log(0) = 0."""
-    return _row_sum(torch.special.entr(p))
+    return row_sum(torch.special.entr(p))
 
 
 def count_accepted(accepted: Tensor) -> Tensor:
@@ -149,18 +151,3 @@ def assemble_tokens(
 def _excess(p: Tensor, q: Tensor, scale: Tensor | None) -> Tensor:
     scaled = p if scale is None else p * scale.to(p.dtype).unsqueeze(1)
     return (scaled - q).clamp_(min=0.0)
-
-
-def _row_sum(rows: Tensor) -> Tensor:
-    """Sums of the rows in float64, in an order of their own, so that a row's bits do not depend on the others.
-
-    On a CPU from the left. On a GPU, where torch's sums and scans go by the number of rows, halves are added to halves.
-    """
-    if not rows.is_cuda:
-        return rows.cumsum(dim=-1, dtype=torch.float64)[:, -1]
-    sums = rows.to(torch.float64, copy=True)
-    while (width := sums.shape[1]) > 1:
-        half = (width + 1) // 2
-        sums[:, : width - half] += sums[:, half:]
-        sums = sums[:, :half]
-    return sums[:, 0]

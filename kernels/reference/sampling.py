@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.reference.philox import gumbel, row_slabs
+from kernels.reference.row_sum import row_sum
 
 _NEG_INF = float("-inf")
 _FARTHEST = 32.0 - 2.0**-19  # the last float32 distance that fits 31 bits in units of 2**-26; its weight is 0
@@ -72,7 +73,8 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, *, fallback: Tensor) ->
 def condition_on_bitmask(probs: Tensor, bitmask: Tensor) -> Tensor:
     """probs [num_rows, vocab] given that the token is in the bitmask; zeros where none of their mass is."""
     kept = probs * unpack_bitmask(bitmask, vocab_size=probs.shape[-1])
-    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+    mass = row_sum(kept).to(kept.dtype).unsqueeze(1)
+    return kept / mass.clamp(min=torch.finfo(kept.dtype).tiny)
 
 
 def add_ancestor_counts_(counts: Tensor, ancestor_ids: Tensor, num_ancestors: Tensor) -> None:
