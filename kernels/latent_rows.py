@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.fp8_rows import in_octets, stored
 from kernels.kernel import Kernel
+from kernels.reference.fp8_rows import are_kept_in
 from kernels.registers import MAX_REGISTERS
 from kernels.rms_norm import norm_row
 from kernels.sizes import cdiv, next_power_of_2
@@ -41,10 +43,11 @@ def latent_rows_kernel(
     table_ptr,  # [max_model_len, TURNED] float32
     positions_ptr,  # [num_rows] int64
     slots_ptr,  # [num_rows] int64
-    kv_ptr,  # [num_slots, RANK + TURNED]
+    kv_ptr,  # [num_slots, RANK + TURNED]; or in_octets
     turned_ptr,  # [num_rows, NUM_HEADS, TURNED], strided
     norm_ptr,  # [RANK]
     eps_ptr,  # [] float32
+    factor,  # what numbers are multiplied by that become octets
     queries_row_stride,
     queries_head_stride,
     latents_stride,
@@ -81,9 +84,11 @@ def latent_rows_kernel(
         # A padding row may hold NaN, and is not cached: a masked key's value is multiplied by 0, so it must be finite.
         is_cached = slot >= BLOCK_SIZE
         cached_ptr = kv_ptr + slot * (RANK + TURNED)
-        tl.store(cached_ptr + places, norm_row(latent, weight, tl.load(eps_ptr), RANK), mask=is_place & is_cached)
-        tl.store(cached_ptr + RANK + columns, key_first, mask=is_column & is_cached)
-        tl.store(cached_ptr + RANK + HALF + columns, key_second, mask=is_column & is_cached)
+        kept: tl.constexpr = kv_ptr.dtype.element_ty
+        normed = norm_row(latent, weight, tl.load(eps_ptr), RANK)
+        tl.store(cached_ptr + places, stored(normed, factor, kept), mask=is_place & is_cached)
+        tl.store(cached_ptr + RANK + columns, stored(key_first, factor, kept), mask=is_column & is_cached)
+        tl.store(cached_ptr + RANK + HALF + columns, stored(key_second, factor, kept), mask=is_column & is_cached)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         is_element = (head < NUM_HEADS)[:, None] & is_column[None, :]
@@ -106,6 +111,7 @@ def rotate_and_store_latents(
     *,
     norm: Tensor,
     eps: Tensor,
+    kv_scale: float = 1.0,
 ) -> None:
     """Puts a launch's normed latents and turned keys into the cache, and what is turned of its queries into `turned`.
 
@@ -115,10 +121,11 @@ def rotate_and_store_latents(
         table: [max_model_len, d] float32, RopeTable.compact.
         positions: [num_rows] int64.
         slot_mapping: [num_rows] int64, block * block_size + offset; in block 0, the null block, nothing is stored.
-        kv_cache: [num_blocks, block_size, rank + d].
+        kv_cache: [num_blocks, block_size, rank + d], of the others' dtype or in FP8.
         turned: [num_rows, num_heads, d], rows and heads may lie apart.
         norm: [rank], weight of the latents' norm, of their dtype or of float32.
         eps: [] float32, of the norm.
+        kv_scale: of a cache in FP8.
     """
     num_rows, num_heads, query_width = queries.shape
     rank, turned_width = len(norm), turned.shape[2]
@@ -126,7 +133,8 @@ def rotate_and_store_latents(
     assert kv_cache.is_contiguous() and norm.is_contiguous()
     assert turned.shape[:2] == queries.shape[:2] and turned_width <= query_width
     assert queries.stride(2) == latents.stride(1) == turned.stride(2) == 1
-    assert queries.dtype == latents.dtype == kv_cache.dtype == turned.dtype
+    assert queries.dtype == latents.dtype == turned.dtype
+    assert are_kept_in(queries.dtype, kv_cache.dtype, (kv_scale, kv_scale))
     assert norm.dtype in (latents.dtype, torch.float32) and eps.dtype == torch.float32
     assert table.dtype == torch.float32 and table.is_contiguous() and table.shape[1] == turned_width
     assert positions.dtype == slot_mapping.dtype == torch.int64
@@ -139,10 +147,11 @@ def rotate_and_store_latents(
         table,
         positions,
         slot_mapping,
-        kv_cache,
+        in_octets(kv_cache),
         turned,
         norm,
         eps,
+        1.0 / kv_scale,
         queries.stride(0),
         queries.stride(1),
         latents.stride(0),

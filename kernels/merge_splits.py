@@ -55,6 +55,7 @@ def merge_kernel(
     totals_ptr,  # as maxima_ptr
     output_ptr,  # [num_rows, num_heads, VALUE_DIM]
     sinks_ptr,  # [num_heads] or None
+    value_scale,
     rows_ptr,
     sizes_ptr,
     positions_ptr,
@@ -103,7 +104,7 @@ def merge_kernel(
     if sinks_ptr is not None:
         alpha, total = with_sink(maximum, total, tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
         numerator *= alpha
-    output = (numerator / total).to(output_ptr.dtype.element_ty)
+    output = (numerator / total * value_scale).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + row * VALUE_DIM + columns, output, mask=is_column)
 
 
@@ -113,6 +114,7 @@ def merge_splits(
     sums: Tensor | None,  # [num_rows, num_heads, num_splits] float32, of 2 ** (logit - maximum)
     output: Tensor,  # [num_rows, num_heads * value_dim]: written where a tile has a row
     sinks: Tensor | None,  # [num_heads]
+    value_scale: float,
     tile_rows: Tensor,  # [num_tiles] int32, as the next three: see PagedSegments
     tile_sizes: Tensor,
     tile_positions: Tensor,
@@ -128,6 +130,7 @@ def merge_splits(
         sums,
         output,
         sinks,
+        value_scale,
         tile_rows,
         tile_sizes,
         tile_positions,

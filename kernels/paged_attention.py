@@ -27,9 +27,11 @@ from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
 from kernels.exp2 import LOG2_E
+from kernels.fp8_rows import in_pairs, load_fp8_rows
 from kernels.kernel import Kernel
 from kernels.merge_splits import merge_splits, visible, with_sink
 from kernels.paged_segments import PagedSegments
+from kernels.reference.fp8_rows import FP8, NO_SCALES, KVScales, are_kept_in
 from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.tanh import tanh
@@ -96,7 +98,7 @@ def slots_of(
 )
 def attend_kernel(
     query_ptr,  # [num_rows, num_heads, head_dim], strided
-    kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]; if VALUES_IN_KEYS [num_slots, HEAD_DIM]
+    kv_ptr,  # [num_slots, NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]; if VALUES_IN_KEYS [num_slots, HEAD_DIM]; or in_pairs
     output_ptr,  # whole: [num_rows, num_heads, VALUE_DIM]; split: [num_rows, num_heads, num_splits, VALUE_DIM] float32
     maxima_ptr,  # split: [num_rows, num_heads, num_splits] float32; whole: None
     totals_ptr,  # as maxima_ptr
@@ -110,7 +112,8 @@ def attend_kernel(
     tables_ptr,
     branch_starts_ptr,
     branch_slots_ptr,
-    scale,  # of the logits; times log2(e) unless they are capped
+    scale,  # of the logits, with that of keys; times log2(e) unless they are capped
+    value_scale,
     query_row_stride,
     query_head_stride,
     table_stride,
@@ -142,6 +145,8 @@ def attend_kernel(
     """One tile, share of heads and split: the attention, or, split, its numerators and their sums and maxima."""
     WIDTH: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + (0 if VALUES_IN_KEYS else VALUE_DIM))
     KEY_DIM: tl.constexpr = VALUE_DIM if VALUES_IN_KEYS else HEAD_DIM  # columns of the first product
+    IS_FP8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int16
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
     if OVERLAPS:
         await_input()
     tile, share, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -193,8 +198,8 @@ def attend_kernel(
             mask=is_row[:, None] & is_tail_column[None, :],
             other=0.0,
         )
-    key_ptr = kv_ptr + kv_head * HEAD_DIM
-    value_ptr = kv_ptr + NUM_KV_HEADS * HEAD_DIM + kv_head * VALUE_DIM
+    key_column, value_column = kv_head * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM + kv_head * VALUE_DIM
+    key_ptr, value_ptr = kv_ptr + key_column, kv_ptr + value_column
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -208,18 +213,25 @@ def attend_kernel(
         next_slots = slots_of(keys + BLOCK_N, last_seen, table_ptr, branch_ptr, branch_start, BLOCK_SIZE, HAS_BRANCHES)
         # Keys that no row of the tile sees are not read: their memory may hold anything, even NaN.
         is_key = (keys >= first_seen) & (keys <= last_seen)
-        key = tl.load(
-            key_ptr + slots.to(tl.int64)[None, :] * WIDTH + head_columns[:, None],
-            mask=is_key[None, :] & is_head_column[:, None],
-            other=0.0,
-        )
-        logits = tl.dot(query, key, input_precision="ieee")
-        if TAIL_BLOCK > 0:
-            key_tail = tl.load(
-                key_ptr + slots.to(tl.int64)[None, :] * WIDTH + tail_columns[:, None],
-                mask=is_key[None, :] & is_tail_column[:, None],
+        if IS_FP8:
+            key = tl.trans(load_fp8_rows(kv_ptr, slots, is_key, key_column, KEY_DIM, HEAD_BLOCK, WIDTH, dtype))
+        else:
+            key = tl.load(
+                key_ptr + slots.to(tl.int64)[None, :] * WIDTH + head_columns[:, None],
+                mask=is_key[None, :] & is_head_column[:, None],
                 other=0.0,
             )
+        logits = tl.dot(query, key, input_precision="ieee")
+        if TAIL_BLOCK > 0:
+            if IS_FP8:
+                tail = load_fp8_rows(kv_ptr, slots, is_key, VALUE_DIM, HEAD_DIM - VALUE_DIM, TAIL_BLOCK, WIDTH, dtype)
+                key_tail = tl.trans(tail)
+            else:
+                key_tail = tl.load(
+                    key_ptr + slots.to(tl.int64)[None, :] * WIDTH + tail_columns[:, None],
+                    mask=is_key[None, :] & is_tail_column[:, None],
+                    other=0.0,
+                )
             logits = tl.dot(query_tail, key_tail, logits, input_precision="ieee")
         logits *= scale
         if SOFTCAP > 0:
@@ -234,6 +246,12 @@ def attend_kernel(
         total = tl.fma(total, alpha, tl.sum(weights, axis=1))
         if VALUES_IN_KEYS:
             value = tl.trans(key)
+        elif IS_FP8:
+            columns_left = VALUE_DIM
+            if VALUE_PARTS > 1:
+                columns_left -= value_part * VALUE_BLOCK
+            first_column = value_column + VALUE_DIM - columns_left
+            value = load_fp8_rows(kv_ptr, slots, is_key, first_column, columns_left, VALUE_BLOCK, WIDTH, dtype)
         else:
             value = tl.load(
                 value_ptr + slots.to(tl.int64)[:, None] * WIDTH + value_columns[None, :],
@@ -262,7 +280,7 @@ def attend_kernel(
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             alpha, total = with_sink(maximum, total, sink)
             numerator *= alpha[:, None]
-        numerator /= total[:, None]
+        numerator = numerator / total[:, None] * value_scale
     tl.store(
         output_ptr + result_row[:, None] * VALUE_DIM + value_columns[None, :],
         numerator.to(output_ptr.dtype.element_ty),
@@ -285,6 +303,7 @@ def paged_attention(
     is_causal: bool = True,  # False: a row sees up to its tile's last_keys
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     sinks: Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
+    kv_scales: KVScales = NO_SCALES,  # of a cache in FP8
 ) -> Tensor:  # [num_rows, num_heads * value_dim]
     """kernels.reference.paged_attention.paged_attention by the kernels above; float32, float16 or bfloat16."""
     num_rows, num_heads, head_dim = query.shape
@@ -295,7 +314,7 @@ def paged_attention(
     own = segments.own_tiles  # every row is in one
     attending = segments if shares else own
     num_tiles = len(attending.tile_rows)
-    assert query.stride(2) == 1 and kv_cache.is_contiguous() and query.dtype == kv_cache.dtype
+    assert query.stride(2) == 1 and kv_cache.is_contiguous() and are_kept_in(query.dtype, kv_cache.dtype, kv_scales)
     assert kv_cache.shape[2] == (head_dim if values_in_keys else num_kv_heads * (head_dim + value_dim))
     assert not values_in_keys or (num_kv_heads == 1 and value_dim <= head_dim)
     assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
@@ -313,6 +332,7 @@ def paged_attention(
     if is_split:
         maxima, sums = query.new_empty(2, num_rows, num_heads, num_splits, dtype=torch.float32)
         attended = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
+    scale *= kv_scales[0]
     group = heads_of_a_program(num_heads, num_kv_heads)
     programs = num_heads // group * value_parts  # of a tile and split
     grid = (num_tiles, programs, num_splits)
@@ -321,7 +341,7 @@ def paged_attention(
         grid = (segments.num_shared_tiles * num_splits + len(own.tile_rows) * OWN_SPLITS, programs, 1)
     attend_kernel[grid](
         query,
-        kv_cache,
+        in_pairs(kv_cache),
         attended,
         maxima,
         sums,
@@ -336,6 +356,7 @@ def paged_attention(
         segments.branch_starts,
         segments.branch_slots,
         scale * LOG2_E.value if softcap is None else scale / softcap,
+        kv_scales[1],
         query.stride(0),
         query.stride(1),
         segments.block_tables.stride(0),
@@ -361,6 +382,7 @@ def paged_attention(
             blocks,
             query.element_size(),
             values_in_keys=values_in_keys,
+            is_fp8=kv_cache.dtype == FP8,
             capacity=shared_memory(query.device),
         ),
     )
@@ -371,6 +393,7 @@ def paged_attention(
             sums,
             output,
             sinks,
+            kv_scales[1],
             own.tile_rows,
             own.tile_sizes,
             own.tile_positions,
@@ -394,11 +417,14 @@ def blocks_of(head_dim: int, value_dim: int, *, values_in_keys: bool) -> dict[st
     return {"HEAD_BLOCK": head_block, "TAIL_BLOCK": 0, "VALUE_BLOCK": value_block, "VALUE_PARTS": value_parts}
 
 
-def launch_options(blocks: dict[str, int], element_size: int, *, values_in_keys: bool, capacity: int) -> dict[str, Any]:
+def launch_options(
+    blocks: dict[str, int], element_size: int, *, values_in_keys: bool, is_fp8: bool, capacity: int
+) -> dict[str, Any]:
     """How attend_kernel is compiled; as many blocks of keys and values under way as memory holds.
 
     Args:
         blocks: see blocks_of.
+        element_size: bytes of an element of queries, and of keys and values unless is_fp8.
         capacity: bytes of shared memory that a program may have.
 
     Raises:
@@ -424,7 +450,11 @@ def launch_options(blocks: dict[str, int], element_size: int, *, values_in_keys:
             f"attention to keys of {key_columns} columns of {element_size} bytes takes {least_bytes // 1024} KB of "
             f"shared memory, and this GPU has {capacity // 1024} KB for a program"
         )
+    kept_size = element_size
+    if is_fp8:  # beside what is on its way there is one operand of a product, expanded
+        stage_bytes -= block_n * max(key_columns, blocks["VALUE_BLOCK"]) * element_size
+        kept_size, most_stages = 1, 4
     # Of 16 bits two always fit: there the queries lie in registers, in part.
     least_stages = 2 if element_size == 2 else 1
-    num_stages = min(most_stages, max(least_stages, stage_bytes // (block_n * columns * element_size)))
+    num_stages = min(most_stages, max(least_stages, stage_bytes // (block_n * columns * kept_size)))
     return {"BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

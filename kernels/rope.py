@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import await_input, can_overlap
+from kernels.fp8_rows import in_octets, stored
 from kernels.kernel import Kernel
 from kernels.partial_sums import load_row, row_arguments
+from kernels.reference.fp8_rows import NO_SCALES, KVScales, are_kept_in
 from kernels.reference.partial_sums import PartialSums
 from kernels.registers import MAX_REGISTERS
 from kernels.sizes import cdiv, next_power_of_2
@@ -34,7 +36,9 @@ def rope_kernel(
     table_ptr,  # [max_model_len, HEAD_DIM] float32
     positions_ptr,  # [num_rows] int64
     slots_ptr,  # [num_rows] int64; None without keys and values
-    kv_ptr,  # [num_slots, 2 * num_kv_heads * HEAD_DIM], or None likewise
+    kv_ptr,  # [num_slots, 2 * num_kv_heads * HEAD_DIM], or None likewise; or in_octets
+    key_factor,  # what numbers are multiplied by that become octets
+    value_factor,
     q_norm_ptr,  # [HEAD_DIM] or None
     k_norm_ptr,  # [HEAD_DIM] or None
     v_norm_ptr,  # [HEAD_DIM] or None
@@ -95,8 +99,9 @@ def rope_kernel(
         cached_ptr = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (places - NUM_HEADS * HEAD_DIM)
         # A padding row may hold NaN, and is not cached: a masked key's value is multiplied by 0, so it must be finite.
         is_cached = is_element & (head >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
-        tl.store(cached_ptr, first, mask=is_cached)
-        tl.store(cached_ptr + HALF, second, mask=is_cached)
+        factor = tl.where(is_value, value_factor, key_factor)[:, None]
+        tl.store(cached_ptr, stored(first, factor, kv_ptr.dtype.element_ty), mask=is_cached)
+        tl.store(cached_ptr + HALF, stored(second, factor, kv_ptr.dtype.element_ty), mask=is_cached)
 
 
 @triton.jit
@@ -140,6 +145,7 @@ def rope_and_write(
     v_norm: Tensor | None = None,
     eps: Tensor | None = None,
     turns_first: bool = False,
+    kv_scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Turns a launch's queries, in place where qkv is whole, and puts its turned keys and its values into the cache.
 
@@ -149,19 +155,20 @@ def rope_and_write(
         table: [max_model_len, head_dim] float32, RopeTable.compact.
         positions: [num_rows] int64.
         slot_mapping: [num_rows] int64, block * block_size + offset; in block 0, the null block, nothing is stored.
-        kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values.
+        kv_cache: [num_blocks, block_size, 2 * num_kv_heads * head_dim], keys before values; of qkv's dtype or in FP8.
         num_heads: 0 for rows of keys and values alone (DFlash's context).
         q_norm, k_norm: [head_dim], weights of the norms that come first (Qwen3), of qkv's dtype or of float32; both,
             or k_norm alone if there are no queries, or neither.
         v_norm: [head_dim], likewise of values (Gemma 4), which are not turned; only beside k_norm.
         eps: [] float32, of the norms.
         turns_first: norms are of what is turned (Hunyuan); not beside v_norm.
+        kv_scales: of a cache in FP8.
 
     Returns:
         the queries [num_rows, num_heads * head_dim], rows may be strided.
     """
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and kv_cache.is_contiguous()
-    assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim and kv_cache.dtype == qkv.dtype
+    assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim and are_kept_in(qkv.dtype, kv_cache.dtype, kv_scales)
     assert slot_mapping.dtype == torch.int64 and (v_norm is None or k_norm is not None)
     assert not turns_first or (k_norm is not None and v_norm is None)
     assert (k_norm is None) == (eps is None) and (q_norm is None) == (k_norm is None or num_heads == 0)
@@ -171,7 +178,9 @@ def rope_and_write(
         positions,
         heads=(num_heads, num_kv_heads, head_dim),
         slots_ptr=slot_mapping,
-        kv_ptr=kv_cache,
+        kv_ptr=in_octets(kv_cache),
+        key_factor=1.0 / kv_scales[0],
+        value_factor=1.0 / kv_scales[1],
         q_norm_ptr=q_norm,
         k_norm_ptr=k_norm,
         v_norm_ptr=v_norm,
@@ -210,6 +219,8 @@ def rotate(
         heads=(num_heads, 0, head_dim),
         slots_ptr=None,
         kv_ptr=None,
+        key_factor=1.0,
+        value_factor=1.0,
         q_norm_ptr=q_norm,
         k_norm_ptr=None,
         v_norm_ptr=None,

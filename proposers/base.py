@@ -45,6 +45,7 @@ class ProposerContext:
     # The rule looks at drafts beyond its cut, so no step may draw with noise of an earlier one: the step's key is the
     # number of committed tokens at its start, Request.num_tokens.
     keys_by_draft_step: bool = False
+    kv_dtype: torch.dtype | None = None  # of keys and values in caches; None: dtype
     # Drafts of a request in a step, where others than this proposer draft too; None: its own num_speculative_tokens.
     max_draft_tokens: int | None = None
     graph_memory: GraphMemory | None = None  # of passes that are captured as graphs; None: none are

@@ -77,6 +77,7 @@ class DraftModelProposer(OwnCacheProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            kv_dtype=context.kv_dtype,
             graph_memory=context.graph_memory,
             token_map=None if self._translation is None else self._translation.reading,
         )

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import torch
 
+from kernels.reference.fp8_rows import FP8
 from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer_class
 from runner.cache_size import num_cache_blocks
 from runner.config import SpeculativeConfig, SuffixKeys
@@ -76,6 +77,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
     source = info.source
     device = resolve_device(hardware.device)
     dtype = resolve_dtype(hardware.dtype, device, source)
+    kv_dtype = FP8 if hardware.kv_cache_dtype == "fp8" else dtype
     graph_memory = None if hardware.enforce_eager else GraphMemory()
     target = ModelRunner(
         info.model,
@@ -83,6 +85,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         device=device,
         dtype=dtype,
         batch_invariant=hardware.batch_invariant,
+        kv_dtype=kv_dtype,
         graph_memory=graph_memory,
     )
     if not hardware.enable_chunked_prefill and hardware.max_num_batched_tokens < info.max_model_len:
@@ -112,6 +115,7 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
         batch_invariant=hardware.batch_invariant,
         needs_draft_probs=rejection_sampler.rule.reads_draft_probs,
         keys_by_draft_step=rejection_sampler.rule.keys_by_draft_step,
+        kv_dtype=kv_dtype,
         graph_memory=graph_memory,
         grammars=grammars,
         target=info,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kernels.machine import driver_version, git_sha, processor_name
+from kernels.reference.fp8_rows import FP8
 from runner.assembly import Assembly
 
 
@@ -30,6 +31,7 @@ def describe_run(engine: Assembly) -> dict[str, Any]:
         "device": str(engine.device),
         "device_name": machine["cpu"] if gpu is None else gpu["name"],
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_cache": "fp8" if engine.target.kv_dtype == FP8 else str(engine.dtype).removeprefix("torch."),
         "weights": engine.target_info.held or str(engine.dtype).removeprefix("torch."),
         "num_threads": torch.get_num_threads(),
         **({} if gpu is None else {"driver": gpu["driver"], "cuda": gpu["cuda"]}),

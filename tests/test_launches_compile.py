@@ -40,6 +40,7 @@ TYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int8: "i8",
 }
 # A step in parts, one that is captured and one that is replayed. What cuts a distribution takes the interpreter longest
@@ -101,6 +102,7 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
     mxfp4 = {**OTHER_FAMILIES["gpt_oss"], "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
     experts = {**EXPERTS, "num_hidden_layers": 1}
     for own in (
+        {"kv_cache_dtype": "fp8"},
         {"architecture": GEMMA},
         {"architecture": experts},
         {"architecture": experts, "quantization": "fp8"},

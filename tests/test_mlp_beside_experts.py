@@ -200,6 +200,7 @@ def test_rows_keep_their_bits(theirs: TheirLayer, source: ModelSource, dtype: to
         decoder.beside_layers,
         max_model_len=64,
         block_size=16,
+        kv_dtype=dtype,
         shard=Shard(),
     )
     assert shapes is not None

@@ -244,14 +244,19 @@ def test_captured_steps_of_a_gpu_say_what_the_cpu_says(
     assert emulated_gpu.graph_sizes and emulated_gpu.num_replays > 0
 
 
-def test_a_drafter_in_8_bits_changes_no_token(written: Any) -> None:
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [({"quantization": "int8"}, {}), ({}, {"kv_cache_dtype": "fp8"})],
+    ids=["a drafter", "the target's keys and values, which it reads,"],
+)
+def test_in_8_bits_no_token_changes(written: Any, keys: dict[str, Any], options: dict[str, Any]) -> None:
     prompts = [{"prompt_token_ids": s.prompt} for s in random_sequences(VOCAB_SIZE, ((5, 0), (30, 0)))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     for head in HEADS:
         found = written("not shared", head)
-        method = method_of(found, num_speculative_tokens=3, quantization="int8")
+        method = method_of(found, num_speculative_tokens=3, **keys)
         plain, speculated = (
-            LLM(str(found.target), speculative_config=own, **OPTIONS).generate(prompts, params)
+            LLM(str(found.target), speculative_config=own, **OPTIONS, **options).generate(prompts, params)
             for own in (None, method)
         )
         assert [out.outputs[0].token_ids for out in speculated] == [out.outputs[0].token_ids for out in plain]

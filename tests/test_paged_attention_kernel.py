@@ -93,15 +93,16 @@ FORMS = [(name, split_keys) for name in MODELS for split_keys in (None, 32) if s
 
 
 @pytest.fixture(autouse=True)
-def _products_of_fixed_order(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def products_of_fixed_order(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's products are a BLAS's, which gives equal rows other bits in other places (measured: OpenBLAS).
 
-    These sum over k = 0, 1, ... for every element. A GPU's own are tried as they are.
+    These sum over k = 0, 1, ... for every element, however it lies in memory. A GPU's own are tried as they are.
     """
     if kernel_device.type == "cpu":
 
         def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-            product = np.einsum("mk,kn->mn", a.data, b.data, dtype=d.data.dtype)
+            factors = np.ascontiguousarray(a.data), np.ascontiguousarray(b.data)
+            product = np.einsum("mk,kn->mn", *factors, dtype=d.data.dtype)
             return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
@@ -442,8 +443,19 @@ def test_as_many_keys_are_taken_at_a_time_as_a_gpu_has_registers_and_memory_for(
     """tests/aot/attention.py has what these take."""
     *dims, values_in_keys = heads
     blocks = triton_ops.blocks_of(*dims, values_in_keys=values_in_keys)
-    options = triton_ops.launch_options(blocks, element_size, values_in_keys=values_in_keys, capacity=kilobytes * 1024)
-    assert (options["BLOCK_N"], options["num_warps"], options["num_stages"]) == found
+    assert options_of(blocks, element_size, values_in_keys=values_in_keys, kilobytes=kilobytes) == found
+    # Of 8 bits as many keys at a time, expanded one step after another, and more of them on their way.
+    of_8_bits = options_of(blocks, element_size, values_in_keys=values_in_keys, kilobytes=kilobytes, is_fp8=True)
+    assert of_8_bits[:2] == found[:2] and found[2] <= of_8_bits[2] <= 4
+
+
+def options_of(
+    blocks: dict[str, int], element_size: int, *, values_in_keys: bool, kilobytes: int, is_fp8: bool = False
+) -> tuple[int, int, int]:
+    options = triton_ops.launch_options(
+        blocks, element_size, values_in_keys=values_in_keys, is_fp8=is_fp8, capacity=kilobytes * 1024
+    )
+    return options["BLOCK_N"], options["num_warps"], options["num_stages"]
 
 
 @pytest.mark.parametrize(("heads", "kilobytes", "needed"), [((576, 512, True), 163, 180), ((512, 512, False), 99, 160)])
@@ -453,4 +465,4 @@ def test_keys_that_do_not_fit_the_memory_of_a_gpu_are_told(
     *dims, values_in_keys = heads
     blocks = triton_ops.blocks_of(*dims, values_in_keys=values_in_keys)
     with pytest.raises(ValueError, match=f"takes {needed} KB of shared memory, and this GPU has {kilobytes} KB"):
-        triton_ops.launch_options(blocks, 4, values_in_keys=values_in_keys, capacity=kilobytes * 1024)
+        options_of(blocks, 4, values_in_keys=values_in_keys, kilobytes=kilobytes)

@@ -42,7 +42,9 @@ def agrees(engines: Engines, monkeypatch: pytest.MonkeyPatch, change: Change) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(own_attention, "paged_attention", changed)
-        return start_check._attentions_agree(shape, target.model.layers[0].attention, target.block_size)
+        return start_check._attentions_agree(
+            shape, target.model.layers[0].attention, start_check.Blocks(target.block_size, target.kv_dtype)
+        )
 
 
 def add_one_bit(rows: torch.Tensor) -> None:
@@ -91,7 +93,7 @@ def test_a_product_is_asked_once_whatever_families_launch_it(engines: Engines, m
     monkeypatch.setattr(start_check, "_panels_keep_bits", lambda weight: asked.append(weight) or True)
     layers, beside = model.sample_layers, model.beside_layers
     assert start_check.row_invariant_shapes(
-        target.shapes, layers, beside, max_model_len=256, block_size=16, shard=Shard()
+        target.shapes, layers, beside, max_model_len=256, block_size=16, kv_dtype=torch.float32, shard=Shard()
     )
     assert sorted(map(id, asked)) == sorted(map(id, model.product_weights))
 

@@ -188,11 +188,22 @@ class KeepFloat64(TorchFunctionMode):
 
 
 def engine_logits(
-    loaded: LoadedModel, sequences: Sequence[TokenSequence], *, batch_invariant: bool = True
+    loaded: LoadedModel,
+    sequences: Sequence[TokenSequence],
+    *,
+    batch_invariant: bool = True,
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Our logits of the same positions, by chunked prefill, verification, rejection and decoding in ragged batches."""
     dtype = next(loaded.model.parameters()).dtype
-    runner = ModelRunner(loaded.model, block_size=BLOCK_SIZE, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+    runner = ModelRunner(
+        loaded.model,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+        kv_dtype=kv_dtype,
+    )
     blocks = BlockManager(64, BLOCK_SIZE)
     runner.allocate_cache(blocks.num_blocks, max_num_seqs=len(sequences), num_uncertain=4)
     requests = [

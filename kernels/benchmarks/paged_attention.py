@@ -1,7 +1,8 @@
 """Decode (a row) and verification of seven drafts (eight rows) over paged caches at Llama-3-8B's heads.
 
 And of three drafts over latents, keys that hold their values, at Moonlight's, and over wide heads, those of 512 of
-Gemma 4 E2B. Blocks of a sequence lie scattered over the cache. What comes from memory is the keys and values.
+Gemma 4 E2B; plain heads and latents also in 8 bits. Blocks of a sequence lie scattered over the cache. What comes from
+memory is the keys and values.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kernels import paged_attention as kernel
 from kernels.benchmarks.case import Case, CheckFailed, Setting, Work, check_error, name_of
 from kernels.paged_segments import PagedSegments
 from kernels.reference import paged_attention as reference
+from kernels.reference.fp8_rows import as_fp8
 from kernels.reference.tree_rows import NO_BRANCH
 
 BLOCK_SIZE = 16
@@ -30,6 +32,7 @@ class Shape:
     head_dim: int
     value_dim: int
     values_in_keys: bool = False
+    is_fp8: bool = False  # keys and values
     batch: int
     context: int  # positions of a sequence, the last rows' own included
     num_rows: int  # last positions of a sequence that are queries
@@ -43,6 +46,7 @@ class Shape:
     @property
     def label(self) -> str:
         kind = "latents, " if self.values_in_keys else "wide, " if self.head_dim == 512 else ""
+        kind += "fp8, " if self.is_fp8 else ""
         return f"{kind}batch {self.batch} x {self.num_rows} rows, context {self.context}"
 
 
@@ -55,7 +59,8 @@ def _shapes(setting: Setting) -> list[Shape]:
         plain |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 32}
         latent |= {"num_heads": 4, "head_dim": 24, "value_dim": 16}
         sizes: dict[str, Any] = {"batch": 2, "context": kernel.BLOCK_N + 9, "num_rows": 2, "most_rows": 3}
-        return [Shape(**heads, **sizes, split_keys=kernel.BLOCK_N) for heads in (plain, latent, wide)]
+        kinds = (plain, latent, wide, plain | {"is_fp8": True}, latent | {"is_fp8": True})
+        return [Shape(**heads, **sizes, split_keys=kernel.BLOCK_N) for heads in kinds]
     return [
         Shape(
             **heads,
@@ -65,7 +70,10 @@ def _shapes(setting: Setting) -> list[Shape]:
             split_keys=kernel.SPLIT_KEYS,
             most_rows=most_rows,
         )
-        for heads, most_rows in ((plain, 8), (latent, 4), (wide, 4))
+        for heads, most_rows in (
+            *((plain, 8), (latent, 4), (wide, 4)),
+            *((plain | {"is_fp8": True}, 8), (latent | {"is_fp8": True}, 4)),
+        )
         for batch in (1, 64)
         for context in (384, 1024, 8192)  # the first within a split
         for num_rows in (1, most_rows)
@@ -110,6 +118,7 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
     order = torch.randperm(shape.batch * blocks, generator=generator, device=setting.device) + 1
     tables = order.view(shape.batch, blocks).to(torch.int32)
     cache = setting.normal(shape.batch * blocks + 1, BLOCK_SIZE, shape.width, seed=1)
+    cache = as_fp8(cache, 1.0) if shape.is_fp8 else cache
     queries = setting.normal(shape.batch, most, shape.num_heads, shape.head_dim, seed=2)
     sizes: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.value_dim}
     sizes |= {"scale": shape.head_dim**-0.5, "values_in_keys": shape.values_in_keys}
@@ -132,7 +141,7 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
                 query_rows=None, query_positions=positions, block_table=in_order, context=shape.context
             )
             plan = reference.AttentionPlan(tiles=[tiles], output_rows=None)
-            kv = cache[table.long()].to(dtype)
+            kv = cache.view(torch.uint8)[table.long()].view(cache.dtype).to(dtype)
             outputs.append(reference.paged_attention(own.to(dtype).contiguous(), kv, plan, **sizes))
         return torch.cat(outputs)
 
@@ -156,7 +165,7 @@ def _prepare(setting: Setting, shape: Shape) -> Work:
         return "row bits"
 
     rows, segments = launch(shape.num_rows)
-    kv_bytes = shape.batch * shape.context * shape.width * setting.dtype.itemsize
+    kv_bytes = shape.batch * shape.context * shape.width * cache.dtype.itemsize
     return Work(
         check=check,
         calls=[partial(attend, rows, segments, kv) for (kv,) in setting.copies(kv_bytes, cache)],

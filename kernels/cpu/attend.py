@@ -23,11 +23,12 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.amx import INPUTS, ROWS, configure, multiply_tiles, release
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import compiled
 from kernels.cpu.elements import ELEMENTS, elements
 from kernels.cpu.float_kinds import TURN_ROWS
 from kernels.cpu.kernel import Kernel, arguments_of
-from kernels.cpu.key_panels import KEYS, fetch, pair_keys, pair_values, spread_keys, spread_values
+from kernels.cpu.key_panels import KEYS, expand, fetch, pair_keys, pair_values, spread_keys, spread_values
 from kernels.cpu.multiply_add import add_products
 from kernels.cpu.native import floats, integers, pointer
 from kernels.cpu.number_kinds import kind_of
@@ -50,8 +51,8 @@ Arguments = arguments_of(
     "first_value",  # column of a row of the cache: 0 where a key holds its value
     "max_context",  # no key from here on is read
     # The bits of float32s: what scores are multiplied by, log2(e) included; or, where cap is not 0, they become
-    # cap * tanh(scale * score), and the cap includes it.
-    *("scale", "cap"),
+    # cap * tanh(scale * score), and the cap includes it; and what results are multiplied by.
+    *("scale", "cap", "value_scale"),
 )
 
 
@@ -65,15 +66,15 @@ def vectors_of(value_dim: int) -> int:
     return (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1) if has_feature("avx512f") else 1
 
 
-def room_of(tile_size: int, group: int, widest: int) -> int:
+def room_of(tile_size: int, group: int, widest: int, *, expands: bool) -> int:
     """float32 that a thread needs for tiles of so many rows; whole vectors, so that each thread's begins on a line.
 
-    widest: dimensions of a key or of a value, whichever has more.
+    widest: dimensions of a key or of a value, whichever has more. expands: keys, and then values, behind the rest.
     """
     wide = -(-widest // LANES) * LANES
     rows = max(tile_size * min(group, HEADS), NEIGHBOURS) + ROWS
     panels, turn, units = 2 * KEYS * wide, 2 * ROWS * KEYS, rows * (2 * wide + 2)  # in this order
-    return -(-(panels + turn + units) // LANES) * LANES
+    return -(-(panels + turn + units) // LANES) * LANES + (KEYS * wide if expands else 0)
 
 
 @compiled
@@ -84,11 +85,17 @@ def heads_of(unit: Any, group: Any, blocks: Any) -> Any:
 
 
 @cache
-def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_amx: bool) -> Kernel:
-    """Of tensors of these elements, with values and keys in panels of so many vectors; is_paired: of bfloat16s."""
+def attention(
+    element: Any, vectors: int, key_vectors: int, is_paired: bool, on_amx: bool, expands: bool = False
+) -> Kernel:
+    """Of tensors of these elements, with values and keys in panels of so many vectors; is_paired: of bfloat16s.
+
+    expands: the cache is of numbers of 8 bits.
+    """
     lanes, key_lanes, turn_rows = LANES * vectors, LANES * key_vectors, ROWS if on_amx else TURN_ROWS
     factor, dtype = (ELEMENTS[torch.bfloat16], torch.bfloat16) if is_paired else (np.float32, torch.float32)
-    factor_bytes, element_bytes, kind = np.dtype(factor).itemsize, np.dtype(element).itemsize, kind_of(dtype)
+    kept = np.uint8 if expands else element
+    factor_bytes, kept_bytes, kind = np.dtype(factor).itemsize, np.dtype(kept).itemsize, kind_of(dtype)
     inputs = 2 if is_paired else 1  # of a step in vector lanes
     step_keys = INPUTS if on_amx else inputs
 
@@ -99,7 +106,10 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
         output = elements(a.output, a.num_rows, a.num_heads * value_dim, element)
         sinks = floats(a.sinks, 1, a.num_heads if a.sinks else 0)[0]
         queries = elements(a.query, a.num_rows, a.query_stride, element)
-        flat = elements(a.kv, 1, a.num_slots * a.width, element)[0]
+        # Where keys are read, and then values: in the cache, or where they were expanded.
+        room = KEYS * ((max(dim, value_dim) + LANES - 1) // LANES * LANES)
+        source = a.room + 4 * ((thread + 1) * a.thread_floats - room) if expands else a.kv
+        flat = elements(source, 1, KEYS * max(dim, value_dim) if expands else a.num_slots * a.width, element)[0]
         offsets_at = a.offsets + 8 * thread * OFFSETS * KEYS
         offsets = carray(pointer(offsets_at), (OFFSETS, KEYS), np.uint64)
         keys_at = a.room + 4 * thread * a.thread_floats
@@ -154,7 +164,7 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                         if paths > 1 or member == 0:
                             offsets_into(offsets[0, begin:], a, segment + low, start + begin, start + count)
                             if member == 0 and members == of_tile:  # a part of the heads would leave gaps as well
-                                fetch(a.kv, offsets[0], begin, count, element_bytes, a.width)
+                                fetch(a.kv, offsets[0], begin, count, kept_bytes, a.width)
                         shift_offsets(offsets, count, kv_head * dim, a.first_value + kv_head * value_dim)
                         next_keys, num_next, next_head = offsets[0], np.int64(0), kv_head
                         if paths == 1 and members < of_tile:
@@ -162,16 +172,25 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
                             next_keys, num_next, next_head = keys_ahead(offsets, a, segment, start, together, kv_heads)
                         keys_next = next_keys, num_next, next_head * dim
                         values_next = next_keys, num_next, a.first_value + next_head * value_dim
-                        own, seen = offsets_at + 8 * KEYS, (max(first_key - start, 0), count)
+                        own, seen, ahead = offsets_at + 8 * KEYS, (max(first_key - start, 0), count), keys_next
+                        if expands:
+                            expand(source, flat, a.kv, offsets[1], begin, count, ahead, dim)
+                            ahead = next_keys, np.int64(0), np.int64(0)
                         if is_paired:
-                            pair_keys(keys_at, a.kv, own, begin, count, keys_next, dim)
-                            ahead, zeros = values_next, a.nothing
+                            pair_keys(keys_at, source, own, begin, count, ahead, dim)
+                        else:
+                            spread_keys(keys_at, source, flat, offsets[1], own, begin, count, ahead, dim, key_lanes)
+                        ahead = values_next
+                        if expands:
+                            expand(source, flat, a.kv, offsets[2], begin, count, ahead, value_dim)
+                            ahead = next_keys, np.int64(0), np.int64(0)
+                        if is_paired:
+                            zeros = a.nothing
                             pair_values(
-                                values_at, a.kv, offsets[2], begin, seen, ahead, step_keys, zeros, value_dim, lanes
+                                values_at, source, offsets[2], begin, seen, ahead, step_keys, zeros, value_dim, lanes
                             )
                         else:
-                            spread_keys(keys_at, a.kv, flat, offsets[1], own, begin, count, keys_next, dim, key_lanes)
-                            spread_values(values_at, a.kv, flat, offsets[2], begin, seen, values_next, value_dim, lanes)
+                            spread_values(values_at, source, flat, offsets[2], begin, seen, ahead, value_dim, lanes)
                     heads = heads_of(first_unit + member, group, blocks)[1]
                     row, behind = low * heads, high * heads
                     while row < behind:
@@ -222,7 +241,8 @@ def attention(element: Any, vectors: int, key_vectors: int, is_paired: bool, on_
             for member in range(members):
                 first_head, heads = heads_of(first_unit + member, group, blocks)
                 own, first = results[member * turns : (member + 1) * turns], member * turns * turn_rows
-                end_rows(output, own, totals[:, first:], first_row, size, first_head, heads, value_dim)
+                scale = float_of_bits(np.int32(a.value_scale))
+                end_rows(output, own, totals[:, first:], first_row, size, first_head, heads, value_dim, scale)
             unit += members
         if on_amx:
             release()

@@ -1,6 +1,7 @@
 """Numbers of every type that a model's tensors have: read as float32, computed so, and rounded where they are written.
 
-numba knows neither bfloat16 nor, on a CPU, float16: their bits travel as integers, whose types tell them apart.
+numba knows neither bfloat16 nor, on a CPU, float16, nor any float of 8 bits: their bits travel as integers, whose types
+tell them apart.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from kernels.cpu.compiled import compiled, compiled_for_c, vectorized
+from kernels.cpu.compiled import compiled, compiled_for_c, inlined, vectorized
 from kernels.cpu.native import floats, pointer
+from kernels.reference.fp8_rows import FP8
 
 ELEMENTS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-BFLOAT16, FLOAT16 = types.uint16, types.int16  # as numba sees them
-SHORT, WORD, HALF, FLOAT = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+ELEMENTS[FP8] = np.uint8  # of a cache alone
+BFLOAT16, FLOAT16, FLOAT8 = types.uint16, types.int16, types.uint8  # as numba sees them
+OCTET, SHORT, WORD, HALF, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 
 
 @compiled
@@ -33,6 +36,8 @@ def _widen(_context: Any, number: Any) -> Any:
         (bits,) = arguments
         if number == BFLOAT16:
             return builder.bitcast(builder.shl(builder.zext(bits, WORD), ir.Constant(WORD, 16)), FLOAT)
+        if number == FLOAT8:
+            return _widen_octet(builder, bits)
         return builder.fpext(builder.bitcast(bits, HALF), FLOAT) if number == FLOAT16 else bits
 
     return types.float32(number), generate
@@ -43,6 +48,8 @@ def _narrow(_context: Any, number: Any, like: Any) -> Any:
         value = arguments[0]
         if like == FLOAT16:
             return builder.bitcast(builder.fptrunc(value, HALF), SHORT)
+        if like == FLOAT8:
+            return _narrow_to_octet(builder, value)
         if like != BFLOAT16:
             return value
         # To the nearest, ties to even; an infinity that rounding would make of a number's neighbour is one as well.
@@ -55,8 +62,47 @@ def _narrow(_context: Any, number: Any, like: Any) -> Any:
     return like(types.float32, like), generate
 
 
+def _widen_octet(builder: Any, octet: Any) -> Any:
+    """Its bits as a float16's, whose exponents count from 8 further below, times what these lack.
+
+    As a float32's the smallest would be subnormal, and one such factor costs as much as a hundred others.
+    """
+    short = builder.zext(octet, SHORT)
+    sign = builder.shl(builder.and_(short, ir.Constant(SHORT, 0x80)), ir.Constant(SHORT, 8))
+    magnitude = builder.shl(builder.and_(short, ir.Constant(SHORT, 0x7F)), ir.Constant(SHORT, 7))
+    number = builder.fpext(builder.bitcast(builder.or_(sign, magnitude), HALF), FLOAT)
+    return builder.fmul(number, ir.Constant(FLOAT, 2.0**8))
+
+
+def _narrow_to_octet(builder: Any, value: Any) -> Any:
+    """As kernels.fp8_rows.stored."""
+
+    def word(number: int) -> Any:
+        return ir.Constant(WORD, number)
+
+    bits = builder.bitcast(value, WORD)
+    magnitude = builder.and_(bits, word(0x7FFFFFFF))
+    is_nan, largest = builder.fcmp_unordered("uno", value, value), word(0x43E00000)
+    magnitude = builder.select(builder.icmp_signed("<", magnitude, largest), magnitude, largest)
+    is_odd = builder.and_(builder.lshr(magnitude, word(20)), word(1))
+    normal = builder.add(builder.sub(magnitude, word(0x3C000000)), builder.add(word(0x7FFFF), is_odd))
+    beside = builder.fadd(builder.bitcast(magnitude, FLOAT), ir.Constant(FLOAT, 16384.0))
+    small = builder.sub(builder.bitcast(beside, WORD), word(0x46800000))
+    is_small = builder.icmp_signed("<", magnitude, word(0x3C800000))
+    code = builder.select(is_small, small, builder.lshr(normal, word(20)))
+    code = builder.select(is_nan, word(0x7F), code)
+    sign = builder.and_(builder.lshr(bits, word(24)), word(0x80))
+    return builder.trunc(builder.or_(code, sign), OCTET)
+
+
 widen: Any = intrinsic(_widen)  # an element -> float32
 narrow: Any = intrinsic(_narrow)  # (float32, an element of the type that it is to have) -> element
+
+
+@inlined
+def rounded_twice(number: Any, first: Any, factor: Any, second: Any) -> Any:
+    """A float32 as an element of the type of `first`, and its product with factor as one of the type of `second`."""
+    return narrow(widen(narrow(number, first)) * factor, second)
 
 
 @vectorized

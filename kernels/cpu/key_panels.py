@@ -2,6 +2,7 @@
 
 In float32: of keys a dimension after another, of values a key after another. In bfloat16, where it is multiplied in
 pairs: of keys a pair of dimensions after another, of values a pair of keys. Keys before `begin` lie there already.
+Numbers of 8 bits are first expanded to the queries' type, in a thread's own room.
 
 Heads one after another skip from row to row of the cache, which memory serves at a fraction of its speed. Where all
 heads of a row are taken in together, `fetch` reads them first; where a part of them is, those of one head ask for the
@@ -15,12 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 
 from kernels.cpu.compiled import inlined, vectorized
-from kernels.cpu.elements import widen
-from kernels.cpu.native import CACHE_LINE, ask, floats, touch
+from kernels.cpu.elements import narrow, widen
+from kernels.cpu.native import CACHE_LINE, ask, floats, pointer, touch
 from kernels.cpu.panels import LANES
-from kernels.cpu.shuffles import interleave, transpose
+from kernels.cpu.shuffles import expand_lanes, interleave, transpose
 
 KEYS = 64  # that are taken in at a time
 NOTHING = np.float32(0.0)
@@ -42,6 +44,27 @@ def ask_ahead(kv: Any, ahead: Any, first: Any, end: Any, d: Any, size: Any) -> N
     offsets, count, column = ahead
     for key in range(first, min(end, count)):
         ask(kv + size * (np.int64(offsets[key]) + column + d))
+
+
+@vectorized
+def expand(room: Any, flat: Any, kv: Any, offsets: Any, begin: Any, count: Any, ahead: Any, dim: Any) -> None:
+    """A key or a value of numbers of 8 bits after another, in the room that `flat` begins at; offsets become theirs.
+
+    From the first key on that shares a vector with those in [begin, count).
+    """
+    size = flat.itemsize
+    for key in range(begin // LANES * LANES, count):
+        source, target = kv + np.int64(offsets[key]), room + key * dim * size
+        for d in range(0, dim, CACHE_LINE):
+            ask_ahead(kv, ahead, key, key + 1, d, 1)
+        whole = dim // (2 * LANES) * (2 * LANES)
+        for d in range(0, whole, 2 * LANES):
+            expand_lanes(target + d * size, source + d, flat[0])
+        rest, own = carray(pointer(source + whole), (dim - whole,), np.uint8), flat[key * dim + whole : (key + 1) * dim]
+        for d in range(len(rest)):
+            own[d] = narrow(widen(rest[d]), own[d])
+    for key in range(KEYS):
+        offsets[key] = np.uint64(min(key, count - 1) * dim)
 
 
 @vectorized

@@ -22,6 +22,7 @@ from kernels.cpu.rows import zeros
 from kernels.cpu.seen_keys import OFFSETS
 from kernels.cpu.threads import parts_of
 from kernels.paged_segments import PagedSegments
+from kernels.reference.fp8_rows import FP8, NO_SCALES, KVScales, are_kept_in
 
 PART_PRODUCTS, AMX_PRODUCTS = 1 << 17, 1 << 18  # of queries and keys, at most, made in some microseconds
 PART_UNITS = 4  # where there are enough for all threads: fewer heads read too little of each row of the cache
@@ -43,6 +44,7 @@ class LayerLaunch:
         is_causal: bool,
         softcap: float | None,
         values_in_keys: bool,
+        kv_scales: KVScales,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
@@ -57,10 +59,13 @@ class LayerLaunch:
         units = families * num_kv_heads * -(-group // HEADS)
         most = max(units // PART_UNITS, min(units, torch.get_num_threads()))
         self._parts = parts_of(work, AMX_PRODUCTS if on_amx else PART_PRODUCTS, most)
-        self._attend = attention(ELEMENTS[query.dtype], vectors_of(value_dim), vectors_of(KEYS), is_paired, on_amx)
+        expands = kv_cache.dtype == FP8
+        vectors = vectors_of(value_dim), vectors_of(KEYS)
+        self._attend = attention(ELEMENTS[query.dtype], *vectors, is_paired, on_amx, expands)
         # A lone row has any stride, and is read as the beginning of a second one would be.
         query_stride = query.stride(0) if num_rows > 1 else num_heads * head_dim
-        num_floats = room_of(max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), group, max(head_dim, value_dim))
+        tile_size, widest = max(segments.max_tile_size, min(rows_of_tree, TREE_ROWS)), max(head_dim, value_dim)
+        num_floats = room_of(tile_size, group, widest, expands=expands)
         assert num_floats % LANES == 0, "a thread's room begins on a line: vectors are read whole"
         threads = torch.get_num_threads()
         self._offsets = empty(threads * OFFSETS * KEYS, dtype=torch.int64)
@@ -68,6 +73,7 @@ class LayerLaunch:
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._columns = num_heads * value_dim
+        scale *= kv_scales[0]
         steepness = scale * LOG2_E if softcap is None else scale / softcap
         cap = 0.0 if softcap is None else softcap * LOG2_E
         self._numbers = (
@@ -78,7 +84,7 @@ class LayerLaunch:
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
             *(num_kv_heads, head_dim, value_dim, window, is_causal),
             *(0 if values_in_keys else num_kv_heads * head_dim, max_context),
-            *(int(np.float32(number).view(np.int32)) for number in (steepness, cap)),
+            *(int(np.float32(number).view(np.int32)) for number in (steepness, cap, kv_scales[1])),
         )
 
     def __call__(self, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> Tensor:
@@ -104,16 +110,29 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
     values_in_keys: bool = False,
+    kv_scales: KVScales = NO_SCALES,  # of a cache in FP8
 ) -> Tensor:  # [num_rows, num_heads * value_dim]; zeros in rows of no tile
     """What kernels.reference.paged_attention.paged_attention says, in the arithmetic of kernels/cpu/attend.py."""
     head_dim = query.shape[2]
     assert query.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
-    assert query.dtype == kv_cache.dtype and (num_kv_heads == 1 or not values_in_keys)
+    assert are_kept_in(query.dtype, kv_cache.dtype, kv_scales) and (num_kv_heads == 1 or not values_in_keys)
     assert kv_cache.shape[2] == num_kv_heads * (head_dim + (0 if values_in_keys else value_dim))
     sizes = (*query.shape, query.stride(0), kv_cache.shape)
     window = sliding_window or -(attention_chunk or 0)
     assert window >= 0 or is_causal
-    shape = (query.dtype, *sizes, num_kv_heads, value_dim, scale, window, is_causal, softcap, values_in_keys)
+    shape = (
+        query.dtype,
+        kv_cache.dtype,
+        kv_scales,
+        *sizes,
+        num_kv_heads,
+        value_dim,
+        scale,
+        window,
+        is_causal,
+        softcap,
+        values_in_keys,
+    )
     launch = segments.by_shape.get((shape, torch.get_num_threads()))  # each has its room
     if launch is None:
         launch = segments.by_shape[shape, torch.get_num_threads()] = LayerLaunch(
@@ -127,5 +146,6 @@ def paged_attention(
             is_causal=is_causal,
             softcap=softcap,
             values_in_keys=values_in_keys,
+            kv_scales=kv_scales,
         )
     return launch(query, kv_cache, sinks)

@@ -13,11 +13,13 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import inlined
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.threads import parts_of
+from kernels.reference.fp8_rows import NO_SCALES, KVScales, are_kept_in
 
 PART_NUMBERS = 1 << 13  # of rows, turned in some microseconds
 NOTHING, ONE = np.float32(0.0), np.float32(1.0)
@@ -32,6 +34,8 @@ Arguments = arguments_of(
     "v_weight",
     "eps",  # [] float32
     *("num_rows", "num_positions", "num_slots", "num_heads", "num_kv_heads", "head_dim"),
+    # The bits of float32s: what keys and values are multiplied by that become numbers of 8 bits.
+    *("key_factor", "value_factor"),
 )
 
 
@@ -58,9 +62,16 @@ def turn_head(own: Any, turn: Any) -> None:
         highs[column] = narrow(high * cos + low * sin, lows[column])
 
 
+@inlined
+def store_narrowed(target: Any, source: Any, factor: Any) -> None:
+    for column in range(len(target)):
+        target[column] = narrow(widen(source[column]) * factor, target[column])
+
+
 @cache
-def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kernel:
-    """Of tensors of these elements, and norms of those, which are of what is turned or come before it."""
+def rows_rotation(element: Any, kept_element: Any, weight_element: Any, turns_first: bool) -> Kernel:
+    """Of tensors of these elements, a cache of those, and norms of others, which are of what is turned or before it."""
+    is_narrowed = kept_element != element
 
     def rotate_rows(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
@@ -68,7 +79,8 @@ def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kerne
         fresh = 2 * a.num_kv_heads * head_dim
         rows = elements(a.rows, num_rows, num_heads * head_dim + fresh, element)
         turns, places = floats(a.table, a.num_positions, head_dim), integers(a.positions, num_rows)
-        kept, targets = elements(a.kv, a.num_slots, fresh, element), integers(a.slots, num_rows)
+        kept, targets = elements(a.kv, a.num_slots, fresh, kept_element), integers(a.slots, num_rows)
+        key_factor, value_factor = float_of_bits(np.int32(a.key_factor)), float_of_bits(np.int32(a.value_factor))
         num_turned = num_heads + a.num_kv_heads
         num_changed = num_turned + (a.num_kv_heads if a.v_weight else 0)
         for row in range(part, num_rows, num_parts):
@@ -85,8 +97,12 @@ def rows_rotation(element: Any, weight_element: Any, turns_first: bool) -> Kerne
                     turn_head(own, turn)
             if a.slots:
                 target, source = kept[targets[row]], rows[row, num_heads * head_dim :]
-                for column in range(fresh):
-                    target[column] = source[column]
+                if is_narrowed:
+                    store_narrowed(target[: fresh // 2], source[: fresh // 2], key_factor)
+                    store_narrowed(target[fresh // 2 :], source[fresh // 2 :], value_factor)
+                else:
+                    for column in range(fresh):
+                        target[column] = source[column]
 
     return Kernel(rotate_rows, Arguments)
 
@@ -106,12 +122,13 @@ def rope_and_write(
     v_norm: Tensor | None = None,  # of values, which are not turned
     eps: Tensor | None = None,  # []
     turns_first: bool = False,  # norms are of what is turned (Hunyuan)
+    kv_scales: KVScales = NO_SCALES,  # of a cache in FP8
 ) -> Tensor:  # [num_rows, num_heads * head_dim], the queries
     assert kv_cache.shape[2] == 2 * num_kv_heads * head_dim
-    assert kv_cache.is_contiguous() and qkv.dtype == kv_cache.dtype
+    assert kv_cache.is_contiguous() and are_kept_in(qkv.dtype, kv_cache.dtype, kv_scales)
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(qkv)
     heads, norms = (num_heads, num_kv_heads, head_dim), (q_norm, k_norm, v_norm)
-    _turn(qkv, table, positions, (slot_mapping, kv_cache), heads, norms, eps, turns_first)
+    _turn(qkv, table, positions, (slot_mapping, kv_cache), heads, norms, eps, turns_first, kv_scales)
     return qkv[:, : num_heads * head_dim]
 
 
@@ -138,6 +155,7 @@ def _turn(
     norms: tuple[Tensor | None, ...],  # of queries, of keys, of values
     eps: Tensor | None,
     turns_first: bool = False,
+    kv_scales: KVScales = NO_SCALES,
 ) -> None:
     num_rows, width = rows.shape
     num_heads, num_kv_heads, head_dim = heads
@@ -148,7 +166,8 @@ def _turn(
     weight_dtype = present[0].dtype if present else rows.dtype
     assert weight_dtype in (rows.dtype, torch.float32) and all(norm.dtype == weight_dtype for norm in present)
     assert not present or eps is not None
-    rows_rotation(ELEMENTS[rows.dtype], ELEMENTS[weight_dtype], turns_first)(
+    kept_dtype = rows.dtype if target is None else target[1].dtype
+    rows_rotation(ELEMENTS[rows.dtype], ELEMENTS[kept_dtype], ELEMENTS[weight_dtype], turns_first)(
         rows.data_ptr(),
         table.data_ptr(),
         positions.data_ptr(),
@@ -160,5 +179,6 @@ def _turn(
         num_heads,
         num_kv_heads,
         head_dim,
+        *(int(np.float32(1.0 / scale).view(np.int32)) for scale in kv_scales),
         parts=parts_of(num_rows * width, PART_NUMBERS, num_rows),
     )

@@ -109,9 +109,11 @@ def weigh_rows(
 
 @vectorized
 def end_rows(
-    output: Any, results: Any, totals: Any, first_row: Any, size: Any, first: Any, heads: Any, dim: Any
+    output: Any, results: Any, totals: Any, first_row: Any, size: Any, first: Any, heads: Any, dim: Any, scale: Any
 ) -> None:
-    """What they found: of results [turns, columns, rows of a turn, lanes] and totals, of these rows alone."""
+    """What they found: of results [turns, columns, rows of a turn, lanes] and totals, of these rows alone.
+
+    scale: of values."""
     _, columns, turn_rows, lanes = results.shape
     for row in range(heads * size):
         total, begin = totals[1, row], (first + row % heads) * dim
@@ -120,4 +122,4 @@ def end_rows(
             out = output[first_row + row // heads, low : min(low + lanes, begin + dim)]
             for d in range(len(out)):
                 number = NOTHING if abs(result[d]) < SMALLEST else result[d]
-                out[d] = narrow(number / total, out[d])
+                out[d] = narrow(number / total * scale, out[d])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from kernels.reference.fp8_rows import FP8, NO_SCALES, KVScales
+
 
 @dataclass(kw_only=True, eq=False)
 class AttentionTiles:
@@ -79,22 +81,26 @@ def paged_attention(
     is_causal: bool = True,  # False: a row sees up to the last key of its segment (DFlash's blocks)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     sinks: torch.Tensor | None = None,  # [num_heads]: a logit that takes mass and yields nothing (gpt-oss)
+    kv_scales: KVScales = NO_SCALES,  # of a cache in FP8
 ) -> torch.Tensor:  # [num_rows, num_heads * value_dim]
     num_heads, head_dim = query.shape[1:]
     num_blocks, block_size, width = kv_cache.shape
     assert not values_in_keys or (num_kv_heads == 1 and width == head_dim)
+    is_fp8, scale = kv_cache.dtype == FP8, scale * kv_scales[0]
+    stored = kv_cache.view(torch.uint8) if is_fp8 else kv_cache  # torch gathers no FP8
     outputs = []
     for tile in plan.tiles:
         num_tiles, tile_rows = tile.query_positions.shape
         q = query if tile.query_rows is None else query.index_select(0, tile.query_rows)
         q = q.view(num_tiles, tile_rows, num_heads, head_dim).transpose(1, 2)
-        kv, first = kv_cache, (tile.contiguous_from or 0) * block_size
-        if tile.contiguous_from is None or first + tile.context > num_blocks * block_size:
-            kv, first = kv_cache.flatten(1).index_select(0, tile.block_table.flatten()), 0
+        kv, first = stored, (tile.contiguous_from or 0) * block_size
+        if is_fp8 or tile.contiguous_from is None or first + tile.context > num_blocks * block_size:
+            kv, first = stored.flatten(1).index_select(0, tile.block_table.flatten()), 0
             if tile.apart_columns is not None:
                 assert tile.apart_slots is not None
-                stored_apart = kv_cache.flatten(0, 1).index_select(0, tile.apart_slots)
+                stored_apart = stored.flatten(0, 1).index_select(0, tile.apart_slots)
                 kv.view(-1, width).index_copy_(0, tile.apart_columns, stored_apart)
+            kv = kv.view(FP8).to(query.dtype) if is_fp8 else kv
         tile_stride = tile.block_table.shape[1] * block_size * width
         k = _heads(kv, first, 0, (num_tiles, num_kv_heads, tile.context, head_dim), tile_stride, width)
         v_column = 0 if values_in_keys else num_kv_heads * head_dim
@@ -108,6 +114,7 @@ def paged_attention(
             out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
         outputs.append(out.transpose(1, 2).reshape(num_tiles * tile_rows, num_heads * value_dim))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    stacked = stacked if kv_scales[1] == 1.0 else (stacked.float() * kv_scales[1]).to(stacked.dtype)
     return stacked[: len(query)] if plan.output_rows is None else stacked.index_select(0, plan.output_rows)
 
 

@@ -63,6 +63,7 @@ class BlockProposer(OwnCacheProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            kv_dtype=context.kv_dtype,
             graph_memory=context.graph_memory,
             reads_segments=head.reads_segments,
         )

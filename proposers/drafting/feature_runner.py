@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.cpu.panels import pack
+from kernels.reference.fp8_rows import NO_SCALES
 from proposers.heads.target_features import TargetFeatures
 from runner.engine.decoder import Decoder
 from runner.engine.device_requests import DeviceBatch
@@ -33,7 +34,8 @@ class FeatureRunner(ModelRunner):
             features.convert(pack)
         of_zeros = features.of_zeros()  # states in front of a text
         self._of_zeros = torch.zeros((), dtype=self.dtype, device=self.device) if of_zeros is None else of_zeros
-        self.kv_widths = [*self.kv_widths, features.hidden_size]
+        self.other_dtypes = {len(self.kv_widths): self.dtype}
+        self.kv_widths, self.kv_scales = [*self.kv_widths, features.hidden_size], [*self.kv_scales, NO_SCALES]
 
     def store(self, family: Family, segments: Sequence[Segment], states: torch.Tensor) -> None:
         """Keep what comes of the target's states [num_rows, num_taps * hidden] of the segments' tokens."""

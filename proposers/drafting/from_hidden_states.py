@@ -75,6 +75,7 @@ class HeadProposer(LevelByLevelProposer):
             device=context.device,
             dtype=context.dtype,
             batch_invariant=context.batch_invariant,
+            kv_dtype=context.kv_dtype,
             graph_memory=context.graph_memory,
         )
         self.keys = (HeadKeys if self.runner.has_own_keys else TargetKeys)(self.runner)

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_batch_size=BATCH_SIZE,
             dtype=options.dtype,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         _measure(target, options, found)
         status = 0
@@ -117,6 +118,7 @@ def _has_goals(options: argparse.Namespace) -> bool:
     return (
         options.dtype in (None, "bfloat16")
         and options.quantization is None
+        and options.kv_cache_dtype == "auto"
         and all(getattr(options, name) == value for name, value in DEFAULTS.items())
     )
 
@@ -128,8 +130,9 @@ def _print_table(found: Found, target: SharedTarget, options: argparse.Namespace
     device = torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU"
     num_rounds = max(map(len, found.rounds.values()), default=0)  # fewer than asked for after an interrupt
     weights = "random weights" + (f" in {target.weights.held}" if target.weights.held else "")
+    kept = "" if target.kv_cache_dtype == "auto" else f" with a KV cache in {target.kv_cache_dtype}"
     title = (
-        f"{options.model}, {weights}, {target.dtype}, {device}, prompt {options.prompt_tokens}, "
+        f"{options.model}, {weights}, {target.dtype}{kept}, {device}, prompt {options.prompt_tokens}, "
         f"output {options.new_tokens}, {num_rounds} rounds"
     )
     table = Table("", *SPREAD, *(["goal"] if has_goals else []), title=title)
@@ -194,6 +197,7 @@ def _as_json(
             "device": target.device.type,
             "dtype": target.dtype,
             "weights": target.weights.held or target.dtype,
+            "kv_cache": target.dtype if target.kv_cache_dtype == "auto" else target.kv_cache_dtype,
             "threads": torch.get_num_threads(),
             "max_model_len": target.weights.max_model_len,
             **{key: getattr(options, key) for key in ("prompt_tokens", "new_tokens", "rounds")},
@@ -225,6 +229,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         help="of weights and KV (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="keeps keys and values in 8 bits, or in --dtype (default: %(default)s)",
     )
     parser.add_argument(
         "--quantization",

@@ -53,19 +53,22 @@ class SharedTarget:
         max_batch_size: int,
         dtype: str | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """
         Args:
             model: an option of conf/model, a directory or a hub id; only its config is read.
             device: auto, cpu or cuda.
-            dtype: of the weights and of KV; None: bfloat16 on a GPU, float32 on a CPU.
+            dtype: of the weights; None: bfloat16 on a GPU, float32 on a CPU.
             quantization: fp8, int8 or none for the weights of the target's layers; None: as the model's option says.
+            kv_cache_dtype: fp8, or auto: as dtype.
 
         Raises:
             UserError: no such model or device.
         """
         self.device = resolve_device(device)
         self.dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
+        self.kv_cache_dtype = kv_cache_dtype
         self.prompt_tokens, self.new_tokens, self.max_batch_size = prompt_tokens, new_tokens, max_batch_size
         read = _read_model(model)
         if quantization is not None:
@@ -142,6 +145,7 @@ class SharedTarget:
                 "hardware": {
                     "device": self.device.type,
                     "dtype": self.dtype,
+                    "kv_cache_dtype": self.kv_cache_dtype,
                     "block_size": BLOCK_SIZE,
                     "enable_prefix_caching": False,  # rounds repeat their prompts
                     "max_num_seqs": self.max_batch_size,

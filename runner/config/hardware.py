@@ -17,15 +17,20 @@ class HardwareConfig(Node):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="dtype of weights and KV cache; auto is the checkpoint's own, but float32 for tiny and "
+        description="dtype of weights and activations; auto is the checkpoint's own, but float32 for tiny and "
         "on a CPU that does not multiply bfloat16",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="of keys and values in the cache; auto is dtype, fp8 (e4m3) takes half of bfloat16's memory, with "
+        "the checkpoint's k_scale and v_scale, or 1. Texts are identical for every method, but others than auto's",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="requests in one step at most, in [1, 4096]")
     max_num_batched_tokens: int = Field(
         default=4096,
         ge=1,
-        le=2**20,
-        description="tokens in one step at most, in [1, 2**20]; at least max_num_seqs * (1 + num_speculative_tokens), "
+        le=2**18,
+        description="tokens in one step at most, in [1, 2**18]; at least max_num_seqs * (1 + num_speculative_tokens), "
         "so that every running request can verify all its drafts in every step",
     )
     enable_chunked_prefill: bool = Field(

@@ -110,7 +110,7 @@ KEYS_WITHOUT_EFFECT = {
     "fly_entropy_top_k": "it is a key of the rule fly",
     "fly_window_size": "it is a key of the rule fly",
     "index_share_for_mtp_iteration": "no layer here has an index to share",
-    "kv_cache_dtype": "the draft's KV cache has the target's dtype",
+    "kv_cache_dtype": "the draft's KV cache is kept as the target's: hardware.kv_cache_dtype",
     "moe_backend": "one implementation serves target and draft",
     "suffix_decoding_corpus_tokens": "suffix_decoding_max_cached_requests limits what is kept, in responses",
     "use_local_argmax_reduction": "it is about drafts split over GPUs",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.linear import RowParallelLinear
 from runner.engine.mixer import Mixer
 from runner.engine.operations import paged_attention
@@ -32,18 +33,18 @@ class Attention(Mixer):
     head_layout: HeadLayout
     o_proj: RowParallelLinear
 
-    def attend(self, query: torch.Tensor, cached: torch.Tensor, plan: Any) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: PagedKVCache, plan: Any) -> torch.Tensor:
         """What the heads find [num_rows, num_heads * value_dim].
 
         Args:
             query: [num_rows, num_heads, head_dim], turned.
-            cached: a layer of the cache.
             plan: ForwardBatch.attention.
         """
         return paged_attention(
             query,
-            cached,
+            cache.layers[self.kv_layer],
             plan,
+            kv_scales=cache.scales[self.kv_layer],
             num_kv_heads=self.num_kv_heads,
             value_dim=self.value_dim,
             values_in_keys=self.values_in_keys,

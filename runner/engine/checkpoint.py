@@ -23,7 +23,7 @@ from runner.engine.json_object import read_json, require_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
 from runner.engine.packed_tensors import unpack_tensors
 from runner.engine.quantization import read_scheme
-from runner.engine.quantized_tensors import EIGHT_BITS, WORDS, require_plain
+from runner.engine.quantized_tensors import EIGHT_BITS, LEFT_ALONE, WORDS, require_plain
 from runner.engine.scaled_stacks import take_scaled_stacks
 from runner.engine.text_part import text_config, text_tensors
 
@@ -241,10 +241,12 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
     indexed, or with those of other experts as an Mxfp4Stack or a ScaledStack.
     """
-    slices = decoder_tensors(text_tensors(_slices(source)))
+    slices = stored_tensors(source)
     stated, of = stated_quantization(source), f"{source.name}={source.model}"
     is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
     if stated is None or not is_quantized:  # a head may only repeat what its target says
+        if stated is not None:  # of keys and values alone, it may be
+            slices = {name: tensor for name, tensor in slices.items() if name.rpartition(".")[2] not in LEFT_ALONE}
         yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
         return
     scheme = read_scheme(stated, of, source.quantization_option)
@@ -254,6 +256,11 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     stacks, others = take_scaled_stacks(slices, scheme, of)
     yield from stacks.items()
     yield from unpack_tensors(others, scheme, of)
+
+
+def stored_tensors(source: ModelSource) -> dict[str, Any]:
+    """The safetensors slices of a language model, whatever they are, by the names of read_tensors."""
+    return decoder_tensors(text_tensors(_slices(source)))
 
 
 def _slices(source: ModelSource) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels.cpu.panels import Change, Weight, unpack
+from kernels.reference.fp8_rows import NO_SCALES, KVScales
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.forward_batch import ForwardBatch
@@ -44,6 +45,7 @@ class Decoder:
         self.shard = shard = shard or Shard()
         self.vocab_size, self.num_layers, self.hidden_size = arch.vocab_size, arch.num_layers, arch.hidden_size
         self.max_model_len = max_model_len
+        self.kv_scales: list[KVScales] = [NO_SCALES] * arch.num_layers  # of a cache in FP8
         # Whole in every rank, as is the head where its rows cannot be shared: all ranks draw from the same logits.
         self.embed_tokens = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.layers = [
@@ -197,6 +199,7 @@ class Decoder:
         """
         own = copy(self)
         own.num_layers, own.layers = num_layers, self.layers[:num_layers]
+        own.kv_scales = self.kv_scales[:num_layers]
         own.late_from = min(self.late_from, num_layers)
         turned = {layer.mixer.turns for layer in own.layers if isinstance(layer.mixer, Attention)}
         own._ropes = {key: rope for key, rope in self._ropes.items() if key in turned}

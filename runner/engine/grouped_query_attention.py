@@ -117,7 +117,7 @@ class GroupedQueryAttention(Attention):
             )
         else:
             query = rotate(qkv, rope, num_heads=self.num_heads, head_dim=self.head_dim, q_norm=self._norms[0])
-        out = self.attend(query, cache.layers[self.kv_layer], batch.attention)
+        out = self.attend(query, cache, batch.attention)
         if self.gate_proj is not None:
             out = gate(out, self.gate_proj(hidden, batch.linear_tile), self._gate_function)
         return self.o_proj.in_parts(out, batch.linear_tile)

@@ -43,6 +43,7 @@ class HeadRunner(PagedRunner):
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
+        kv_dtype: torch.dtype | None = None,
         graph_memory: GraphMemory | None = None,
         reads_segments: bool = False,  # as PackedLaunch.of
     ) -> None:
@@ -53,6 +54,7 @@ class HeadRunner(PagedRunner):
             dtype=dtype,
             batch_invariant=batch_invariant,
             graph_memory=graph_memory,
+            kv_dtype=kv_dtype,
         )
         self.head, self.reads_segments = head, reads_segments
         if head.layers and batch_invariant and runs_kernels(device):

@@ -8,12 +8,14 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from kernels.cpu.huge_pages import in_huge_pages
+from kernels.reference.fp8_rows import FP8, NO_SCALES, KVScales, in_dtype_of_cache
 from kernels.reference.gated_delta import DeltaStates
 from kernels.reference.short_conv import ConvStates
 from runner.engine.backend import runs_kernels
@@ -36,24 +38,43 @@ class PagedKVCache:
         device: torch.device,
         *,
         states: Sequence[LayerStates | None] = (),
+        scales: Sequence[KVScales] = (),
+        other_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """states: of each layer that has one in place of keys and values, whose width is 0."""
+        """
+        Args:
+            dtype: of keys and values; FP8 or that of the model.
+            states: of each layer that has one in place of keys and values, whose width is 0.
+            scales: of each layer's keys and values, in FP8; none: they are kept as they are.
+            other_dtypes: of layers that keep something else than keys and values.
+        """
         self.states = states
+        self.scales = list(scales) if scales and dtype == FP8 else [NO_SCALES] * len(layer_widths)
+        dtypes = [dtype] * len(layer_widths)
+        for layer, other in (other_dtypes or {}).items():
+            dtypes[layer] = other
+        row_bytes = [width * own.itemsize for width, own in zip(layer_widths, dtypes, strict=True)]
+        sizes = [num_blocks * block_size * size for size in row_bytes]
         # Zeroed: a masked key contributes 0 * value, which is 0 for every finite value and NaN for garbage.
-        sizes = [num_blocks * block_size * width for width in layer_widths]
-        self._kv = in_huge_pages(torch.empty(sum(sizes), dtype=dtype, device=device)).zero_()
+        octets = in_huge_pages(torch.empty(sum(sizes), dtype=torch.uint8, device=device)).zero_()
         self.layers = [
-            part.view(num_blocks, block_size, width)
-            for part, width in zip(self._kv.split_with_sizes(sizes), layer_widths, strict=True)
+            part.view(own).view(num_blocks, block_size, width)
+            for part, own, width in zip(octets.split_with_sizes(sizes), dtypes, layer_widths, strict=True)
         ]
         self._slots = [layer.flatten(0, 1) for layer in self.layers]
-        offsets = [layer.storage_offset() for layer in self.layers]
-        self._layout = torch.tensor([offsets, layer_widths], dtype=torch.int64, device=device)
-        self._move = move_kv_on(device, widest=max(layer_widths))
+        unit = torch.uint8 if any(size % 2 for size in row_bytes) else torch.int16  # that is moved at once
+        self._units, widths = octets.view(unit), [size // unit.itemsize for size in row_bytes]
+        offsets = [width * num_blocks * block_size for width in accumulate([0, *widths[:-1]])]
+        self._layout = torch.tensor([offsets, widths], dtype=torch.int64, device=device)
+        self._move = move_kv_on(device, widest=max(widths))
 
     def write(self, layer: int, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store kv [num_rows, width] in the slots [num_rows] of one layer."""
-        self._slots[layer].index_copy_(0, slot_mapping, kv)
+        """Store kv [num_rows, width], halves of keys and of values, in the slots [num_rows] of one layer."""
+        slots, width = self._slots[layer], kv.shape[1]
+        stored = in_dtype_of_cache(kv, slots.dtype, self.scales[layer], values_from=width // 2)
+        if slots.dtype == FP8:  # torch has no copies of rows of these
+            slots, stored = slots.view(torch.uint8), stored.view(torch.uint8)
+        slots.index_copy_(0, slot_mapping, stored)
 
     def move(self, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
         """Bring what is in source_slots to target_slots, in all layers; both [num_requests, num_moves] int64.
@@ -61,7 +82,7 @@ class PagedKVCache:
         A request's moves are made in order; none goes to a slot that a later one reads. Slot 0 to 0 moves nothing.
         """
         offsets, widths = self._layout.unbind(0)
-        self._move(self._kv, offsets, widths, source_slots, target_slots)
+        self._move(self._units, offsets, widths, source_slots, target_slots)
 
 
 def move_kv_on(device: torch.device, *, widest: int) -> Callable[..., None]:

@@ -94,7 +94,7 @@ class LatentAttention(Attention):
             meeting[:, :, shapes.kv_lora_rank :],
         )
         meeting = scale_queries(meeting, rope)
-        found = self.attend(meeting, cache.layers[self.kv_layer], batch.attention)
+        found = self.attend(meeting, cache, batch.attention)
         values = room_for_heads(found, self.num_heads, shapes.v_head_dim)
         self.value_up(found.view(-1, self.num_heads, shapes.kv_lora_rank), values, tile)
         return self.o_proj.in_parts(values.flatten(1), tile)

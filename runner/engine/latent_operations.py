@@ -72,4 +72,5 @@ def rotate_and_store_latents(
         turned,
         norm=weight,
         eps=eps,
+        kv_scale=cache.scales[layer][0],
     )

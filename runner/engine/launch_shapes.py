@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.panels import Panels, Weight, multiplies_and_adds
 from kernels.cpu.panels import can_pack as can_pack_weight
+from kernels.reference.fp8_rows import FP8
 from kernels.shared_memory import shared_memory
 from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.backend import is_compiled, runs_kernels
@@ -52,14 +53,22 @@ def shapes_on_cpu(weight: Weight, *, max_model_len: int, is_bucketed: bool) -> I
     return (_shapes_in_tiles(weight, tiles, max_model_len, is_bucketed) for tiles in CPU_TILES)
 
 
-def require_shared_memory(attentions: Iterable[Attention], dtype: torch.dtype, device: torch.device) -> None:
+def require_shared_memory(
+    attentions: Iterable[Attention], dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
     """Raises UserError where a program of the attention's, in this dtype, needs more than this GPU has."""
     from kernels.paged_attention import blocks_of, launch_options
 
     for own in one_of_each_shape(attentions):
         blocks = blocks_of(own.head_dim, own.value_dim, values_in_keys=own.values_in_keys)
         try:
-            launch_options(blocks, dtype.itemsize, values_in_keys=own.values_in_keys, capacity=shared_memory(device))
+            launch_options(
+                blocks,
+                dtype.itemsize,
+                values_in_keys=own.values_in_keys,
+                is_fp8=kv_dtype == FP8,
+                capacity=shared_memory(device),
+            )
         except ValueError as error:
             halved = "bfloat16, or " if dtype == torch.float32 else ""
             raise UserError(

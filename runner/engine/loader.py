@@ -17,6 +17,7 @@ from runner.engine.checkpoint import ModelSource, load_config, read_tensors
 from runner.engine.decoder import HEAD, Decoder
 from runner.engine.decoder_weights import fill_from_checkpoint, fill_randomly
 from runner.engine.errors import UserError
+from runner.engine.kv_scales import read_kv_scales
 from runner.engine.memory import making_weights, model_remedy, require_memory
 from runner.engine.quantization import Storage
 from runner.engine.quantized_tensors import QuantizedTensor
@@ -94,6 +95,7 @@ def load_model(
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, config, source, shard)
+        decoder.kv_scales = read_kv_scales(source, arch.num_layers)
     tell_expanded(found, decoder.weight_targets(), source)
     return LoadedModel(
         source=source,

@@ -46,6 +46,7 @@ class ModelRunner(PagedRunner):
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
+        kv_dtype: torch.dtype | None = None,
         token_map: torch.Tensor | None = None,
         graph_memory: GraphMemory | None = None,
     ) -> None:
@@ -57,10 +58,12 @@ class ModelRunner(PagedRunner):
             dtype=dtype,
             batch_invariant=batch_invariant,
             graph_memory=graph_memory,
+            kv_dtype=kv_dtype,
             products=model.product_weights if isinstance(model, Decoder) else (),
             is_recurrent=model.is_recurrent,
         )
         self.model, self.token_map = model, token_map
+        self.kv_scales = list(model.kv_scales)
         # Multiplications of a row by weights; 0: not known.
         self.products_per_row = model.products_per_row if isinstance(model, Decoder) else 0
         kept: Shapes | None = None
@@ -72,10 +75,13 @@ class ModelRunner(PagedRunner):
                 softcap=model.logits_softcap,
                 max_model_len=model.max_model_len,
                 block_size=block_size,
+                kv_dtype=self.kv_dtype,
                 shard=model.shard,
             )
         elif isinstance(model, TransformersModel) and model.keeps_rows:
-            kept = shapes_that_keep_rows(model, block_size=block_size, device=device, dtype=dtype)
+            kept = shapes_that_keep_rows(
+                model, block_size=block_size, device=device, dtype=dtype, kv_dtype=self.kv_dtype
+            )
         self.shapes, self.is_row_invariant = kept or self.shapes, kept is not None
 
     def of_first_layers(self, num_layers: int) -> ModelRunner:

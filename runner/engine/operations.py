@@ -212,6 +212,7 @@ def rotate_and_store(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            kv_scales=cache.scales[layer],
             **norm_weights,
         )
         return scale_queries(queries.view(len(queries), num_heads, head_dim), rope)

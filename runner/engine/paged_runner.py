@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.panels import Change, Weight, pack
+from kernels.reference.fp8_rows import KVScales
 from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
@@ -52,18 +53,21 @@ class PagedRunner:
         dtype: torch.dtype,
         batch_invariant: bool,
         graph_memory: GraphMemory | None,
+        kv_dtype: torch.dtype | None = None,
         products: Sequence[Weight] = (),
         is_recurrent: bool = False,
     ) -> None:
         """
         Args:
+            kv_dtype: of keys and values in the cache; None: dtype.
             graph_memory: passes become graphs there, but for long prompts; None: each kernel is launched alone.
             products: weights that must be fit to be packed, as attention's must, or none is.
             is_recurrent: some layers have states that a launch moves on.
         """
         self.is_recurrent, captures_graphs = is_recurrent, graph_memory is not None
-        self.block_size, self.device, self.dtype = block_size, device, dtype
-        self.kv_widths = layers.kv_widths
+        self.block_size, self.device, self.dtype, self.kv_dtype = block_size, device, dtype, kv_dtype or dtype
+        self.kv_widths, self.kv_scales = layers.kv_widths, list[KVScales]()  # none: no layer has some
+        self.other_dtypes: dict[int, torch.dtype] = {}  # of layers of the cache that hold no keys and values
         self.shapes: Shapes = dict(ANY_SHAPE_TILES)
         if isinstance(layers, TransformersModel):
             captures_graphs = False  # what transformers' code does between its products is torch's
@@ -73,7 +77,7 @@ class PagedRunner:
             if can_pack([*(weight for own in attentions for weight in own.product_weights), *products]):
                 layers.convert(pack)
             if runs_kernels(device):
-                require_shared_memory(attentions, dtype, device)
+                require_shared_memory(attentions, dtype, self.kv_dtype, device)
             captures_graphs = captures_graphs and can_record(attentions[0].o_proj.weight)
             self.shapes = decoder_shapes(
                 attentions,
@@ -134,7 +138,10 @@ class PagedRunner:
 
     @property
     def cache_bytes_per_block(self) -> int:
-        return sum(self.kv_widths) * self.block_size * self.dtype.itemsize
+        dtypes = [self.other_dtypes.get(layer, self.kv_dtype) for layer in range(len(self.kv_widths))]
+        return self.block_size * sum(
+            width * dtype.itemsize for width, dtype in zip(self.kv_widths, dtypes, strict=True)
+        )
 
     def allocate_cache(self, num_blocks: int, *, max_num_seqs: int = 0, num_uncertain: int = 0) -> None:
         """
@@ -145,7 +152,16 @@ class PagedRunner:
         self.release_cache()  # graphs of another cache would write there
         self._num_uncertain = num_uncertain
         states = self.empty_states(max_num_seqs, num_uncertain, self.device)
-        self.cache = PagedKVCache(self.kv_widths, num_blocks, self.block_size, self.dtype, self.device, states=states)
+        self.cache = PagedKVCache(
+            self.kv_widths,
+            num_blocks,
+            self.block_size,
+            self.kv_dtype,
+            self.device,
+            states=states,
+            scales=self.kv_scales,
+            other_dtypes=self.other_dtypes,
+        )
 
     def empty_states(self, max_num_seqs: int, num_uncertain: int, device: torch.device) -> Sequence[LayerStates | None]:
         """Of each layer, where some are recurrent."""

@@ -1,6 +1,7 @@
 """Quantized checkpoints, whatever their layout, as numbers of 8 bits or codes of 4 beside scales.
 
-What checkpoints say of activations and of the KV cache is left alone: these keep the run's dtype.
+What checkpoints say of activations is left alone: these keep the run's dtype. Of scales of the KV cache see
+kv_scales.py.
 """
 
 from __future__ import annotations

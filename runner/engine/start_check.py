@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from runner.engine.attention import Attention, one_of_each_shape
 from runner.engine.backend import runs_kernels
 from runner.engine.experts import Experts
 from runner.engine.forward_batch import ForwardBatch, LaunchShape
+from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, shapes_on_cpu
 from runner.engine.layers import DecoderLayer
 from runner.engine.operations import head_logits, linear
@@ -31,6 +33,13 @@ from runner.engine.upload import to_device
 MOST_ROWS_OF_EXPERTS = 4096  # that a mixture of experts is asked with
 
 
+class Blocks(NamedTuple):
+    """Of the cache that attention is asked over."""
+
+    size: int
+    dtype: torch.dtype  # of keys and values
+
+
 def row_invariant_shapes(
     shapes: Shapes,
     layers: Sequence[DecoderLayer],  # one of each kind
@@ -39,6 +48,7 @@ def row_invariant_shapes(
     softcap: torch.Tensor | None = None,  # of the logits
     max_model_len: int,
     block_size: int,
+    kv_dtype: torch.dtype,
     shard: Shard,
 ) -> Shapes | None:
     """`shapes`, or others in which this machine keeps a row's bits, in all ranks; None when none do.
@@ -46,19 +56,18 @@ def row_invariant_shapes(
     Asked of the machine at the start, with layers of the model and its head: what a BLAS or a compiler does with a row
     cannot be read off its documentation. Ranks ask in step, since some of the products are all of theirs.
     """
+    blocks = Blocks(block_size, kv_dtype)
     if runs_kernels(beside[0].device):
         from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
 
-        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, block_size)
+        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, blocks)
         compile_ahead(ask)
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
     is_bucketed = isinstance(decode, PagedShape) and decode.buckets is not None
     weight = _attentions(layers)[0].o_proj.weight
     candidates = shapes_on_cpu(weight, max_model_len=max_model_len, is_bucketed=is_bucketed)
-    return next(
-        (tried for tried in candidates if shard.all(_keeps_bits_on_cpu(tried, layers, beside, block_size))), None
-    )
+    return next((tried for tried in candidates if shard.all(_keeps_bits_on_cpu(tried, layers, beside, blocks))), None)
 
 
 def _attentions(layers: Sequence[DecoderLayer]) -> list[Attention]:
@@ -71,10 +80,10 @@ def _tiles(shapes: Shapes) -> list[int | None]:
 
 
 def _keeps_bits_on_cpu(
-    shapes: Shapes, layers: Sequence[DecoderLayer], beside: Sequence[Weight], block_size: int
+    shapes: Shapes, layers: Sequence[DecoderLayer], beside: Sequence[Weight], blocks: Blocks
 ) -> bool:
     return all(tile is None or _products_keep_bits(tile, layers, beside) for tile in _tiles(shapes)) and all(
-        _attention_keeps_bits(shape, layers, beside[0].dtype, block_size) for shape in shapes.values()
+        _attention_keeps_bits(shape, layers, beside[0].dtype, blocks) for shape in shapes.values()
     )
 
 
@@ -91,10 +100,10 @@ def _products_keep_bits(tile: int, layers: Sequence[DecoderLayer], beside: Seque
 
 
 def _attention_keeps_bits(
-    shape: LaunchShape, layers: Sequence[DecoderLayer], dtype: torch.dtype, block_size: int
+    shape: LaunchShape, layers: Sequence[DecoderLayer], dtype: torch.dtype, blocks: Blocks
 ) -> bool:
     if isinstance(shape, PagedShape):
-        return all(_attentions_agree(shape, attention, block_size) for attention in _attentions(layers))
+        return all(_attentions_agree(shape, attention, blocks) for attention in _attentions(layers))
     assert isinstance(shape, TileShape)
     context = shape.context
     if context is None or shape.is_aligned:
@@ -136,7 +145,7 @@ def _kernels_keep_bits(
     layers: Sequence[DecoderLayer],
     beside: Sequence[Weight],
     softcap: torch.Tensor | None,
-    block_size: int,
+    blocks: Blocks,
 ) -> bool:
     """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
 
@@ -146,7 +155,7 @@ def _kernels_keep_bits(
     assert len(paged) == len(shapes), "kernels attend to pages"
     asked = [own for tile in _tiles(shapes) for own in _asked_products(layers, beside, tile, softcap)]
     agree = _products_agree(asked, attentions[0].o_proj.weight.dtype)
-    return all([*agree, *(_attentions_agree(shape, own, block_size) for shape in paged for own in attentions)])
+    return all([*agree, *(_attentions_agree(shape, own, blocks) for shape in paged for own in attentions)])
 
 
 def _asked_products(
@@ -213,13 +222,14 @@ def _rows_agree(
     return all(agree)
 
 
-def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int) -> bool:
+def _attentions_agree(shape: PagedShape, attention: Attention, blocks: Blocks) -> bool:
     """A tile's first row and its last against each alone, and a row beside a longer context against the row alone.
 
     The first row's neighbours see keys that it does not see; a longer context may be split, and then its whole launch.
     And the tile's rows against the same rows as nodes of a draft tree, which read what lies before it together.
     """
     device, dtype = attention.o_proj.weight.device, attention.o_proj.weight.dtype
+    block_size, layer = blocks.size, attention.kv_layer
     last = min(shape.max_context, 600) - 1
     first, short = max(0, last - 15), last // 2
     table = range(1, last // block_size + 2)
@@ -228,7 +238,10 @@ def _attentions_agree(shape: PagedShape, attention: Attention, block_size: int) 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=device).to(dtype)
 
-    cache = random(len(table) + 1, block_size, attention.seen_width)
+    widths = [0] * layer + [attention.seen_width]
+    cache = PagedKVCache(widths, len(table) + 1, block_size, blocks.dtype, device)
+    slots = torch.arange((len(table) + 1) * block_size, device=device)
+    cache.write(layer, slots, random(len(slots), attention.seen_width))
     queries = random(last + 1, attention.num_heads, attention.head_dim)
 
     def attend_to(*spans: range) -> torch.Tensor:

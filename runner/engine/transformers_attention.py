@@ -61,6 +61,7 @@ class Launch:
             sliding_window=call.sliding_window,
             softcap=call.softcap,
             sinks=call.sinks,
+            kv_scales=self.cache.scales[layer],
         )
 
 

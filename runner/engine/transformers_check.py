@@ -23,7 +23,7 @@ CONTEXT = 600  # positions, where a model has as many: more than one tile's keys
 
 
 def shapes_that_keep_rows(
-    model: TransformersModel, *, block_size: int, device: torch.device, dtype: torch.dtype
+    model: TransformersModel, *, block_size: int, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Shapes | None:
     """Of launches in which a row's bits are its own; None when there are none, though the model does what it can."""
     candidates: list[Shapes] = []
@@ -32,7 +32,7 @@ def shapes_that_keep_rows(
         if shapes not in candidates:  # a kernel's attention is the same in all tiles
             candidates.append(shapes)
     context = min(model.max_model_len, CONTEXT)
-    rows = _Rows(model, context, block_size=block_size, device=device, dtype=dtype)
+    rows = _Rows(model, context, block_size=block_size, device=device, dtype=dtype, kv_dtype=kv_dtype)
     return next((shapes for shapes in candidates if rows.are_kept(shapes)), None)
 
 
@@ -40,14 +40,23 @@ class _Rows:
     """Rows of tokens at positions of one text, whose keys and values lie in a cache that is filled with noise."""
 
     def __init__(
-        self, model: TransformersModel, context: int, *, block_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        model: TransformersModel,
+        context: int,
+        *,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.model, self.context, self.block_size, self.device = model, context, block_size, device
         self.table = range(1, -(-context // block_size) + 1)
-        self.cache = PagedKVCache(model.kv_widths, len(self.table) + 1, block_size, dtype, device)
+        self.cache = PagedKVCache(model.kv_widths, len(self.table) + 1, block_size, kv_dtype, device)
         self.generator = torch.Generator(device).manual_seed(0)
-        for layer in self.cache.layers:
-            layer.normal_(generator=self.generator)
+        slots = torch.arange((len(self.table) + 1) * block_size, device=device)
+        for layer, width in enumerate(model.kv_widths):
+            noise = torch.randn(len(slots), width, generator=self.generator, device=device)
+            self.cache.write(layer, slots, noise.to(dtype))
         ids = torch.randint(model.vocab_size, (context,), generator=self.generator, device=device)
         self.token_ids: list[int] = ids.tolist()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from kernels.cpu.panels import Change, Weight, pack, tensors_of, unpack
 from kernels.quantized_weight import quantize
+from kernels.reference.fp8_rows import NO_SCALES
 from kernels.words import Kind
 from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
@@ -54,6 +55,7 @@ class TransformersModel(nn.Module):
         self.hidden_size: int = config.hidden_size
         probe, self.vocab_size = self._probe(config, name)
         self.kv_widths = [probe.kv_widths[layer] for layer in range(self.num_layers)]
+        self.kv_scales = [NO_SCALES] * self.num_layers
         self._layers = [_enclosing_layer(self.decoder, probe.modules[layer]) for layer in range(self.num_layers)]
         self._like_last = (_without_weights(self._layers[-1]),)  # in a tuple: no module of this one
 

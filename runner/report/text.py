@@ -91,9 +91,14 @@ def machine_title(machine: Mapping[str, Any]) -> str:
 
 
 def numbers_of(machine: Mapping[str, Any]) -> str:
-    """What a run computes with: "bfloat16", "bfloat16 with weights in fp8"."""
-    dtype, weights = machine["dtype"], machine.get("weights")
-    return dtype if weights in (None, dtype) else f"{dtype} with weights in {weights}"
+    """What a run computes with: "bfloat16", "bfloat16 with weights in fp8 and a KV cache in fp8"."""
+    dtype = machine["dtype"]
+    others = [
+        f"{what} in {machine[key]}"
+        for key, what in (("weights", "weights"), ("kv_cache", "a KV cache"))
+        if machine.get(key) not in (None, dtype)
+    ]
+    return " with ".join((dtype, *([" and ".join(others)] if others else [])))
 
 
 def bar(share: float | None, *, ascii_only: bool) -> str:

@@ -23,7 +23,7 @@ ATTENTION = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
             constants=ATTEND | constants,
             options={**NO_FUSION, "num_stages": 3},
             max_shared=113 * 1024,  # two programs on a multiprocessor of Hopper, one on sm_80's
@@ -43,7 +43,7 @@ ATTENTION = [
         Kernel(  # heads of 256; with half of the keys at a time where memory is short
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
             constants=ATTEND
             | constants
             | {f"{name}_DIM": 256 for name in ("HEAD", "VALUE")}
@@ -65,7 +65,7 @@ ATTENTION = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
             constants=ATTEND | WIDE | constants,
             options={**NO_FUSION, "num_stages": 4 if capability != 89 else 2},
             max_shared=160 * 1024,
@@ -94,7 +94,7 @@ ATTENTION = [
     Kernel(  # the same in float32: nothing is under way, for the queries take most of the memory
         module="kernels.paged_attention",
         name="attend_kernel",
-        signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+        signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 fp32 i32 i32 i32 i32 i32 i32 i32",
         constants=ATTEND | WIDE | NOTHING_SHARED,
         options={**NO_FUSION, "num_warps": 16, "num_stages": 1},
         max_shared=160 * 1024,
@@ -106,7 +106,7 @@ ATTENTION = [
         Kernel(
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {tiles} *i32 *i32 *i32 *i32 fp32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
             constants=ATTEND | LATENT | constants,
             options={"num_warps": 8, "num_stages": 3 if 90 in capabilities else 2, "enable_fp_fusion": False},
             max_shared=180 * 1024,
@@ -136,11 +136,40 @@ ATTENTION = [
             ),
         )
     ),
+    # Over keys and values in 8 bits: of Llama-3-8B, over splits and whole; of heads of 256 and 512; of latents, whose
+    # addresses of queries for one matrix instruction after another have no registers.
+    *(
+        Kernel(
+            module="kernels.paged_attention",
+            name="attend_kernel",
+            signature=f"*bf16 *i16 {pointers} {' '.join(['*i32'] * 8)} fp32 fp32 i32:16 i32:16 i32 i32 i32 i32 i32",
+            constants={**ATTEND, **constants, **NOTHING_SHARED},
+            options={"num_warps": num_warps, "num_stages": 4, "enable_fp_fusion": False},
+            max_shared=max_kilobytes * 1024,
+            spilled=spilled,
+            compute_capabilities=capabilities,
+            sm_90_instruction="wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"
+            if "HEAD_DIM" in constants
+            else "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        )
+        for pointers, constants, num_warps, max_kilobytes, spilled, capabilities in (
+            ("*fp32 *fp32 *fp32", {"SPLIT_KEYS": 512}, 4, 88, 0, (80, 90)),
+            ("*bf16", WHOLE, 4, 88, 0, (90,)),
+            (
+                "*fp32 *fp32 *fp32",
+                {"SPLIT_KEYS": 512, "BLOCK_N": 32}
+                | {f"{of}_{what}": 256 for of in ("HEAD", "VALUE") for what in ("DIM", "BLOCK")},
+                *(4, 100, 0, (90,)),
+            ),
+            ("*fp32 *fp32 *fp32", WIDE, 4, 116, 0, (90,)),
+            ("*fp32 *fp32 *fp32", {**LATENT, "GROUP": 64, "SHARES": 2}, 8, 162, 360, (80, 90)),
+        )
+    ),
     *(
         Kernel(  # in float32, as the tiny family runs: what a thread cannot hold takes memory for all that there may be
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+            signature=f"{' '.join(['*fp32'] * 5)} {' '.join(['*i32'] * 8)} fp32 fp32 i32 i32 i32 i32 i32 i32 i32",
             constants=ATTEND
             | {"SPLIT_KEYS": 512, "BLOCK_N": 16, "HEAD_DIM": dim, "VALUE_DIM": dim}
             | {"HEAD_BLOCK": dim, "VALUE_BLOCK": dim}
@@ -153,7 +182,7 @@ ATTENTION = [
     Kernel(
         module="kernels.merge_splits",
         name="merge_kernel",
-        signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
+        signature="*fp32 *fp32 *fp32 *bf16 fp32 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
@@ -161,7 +190,7 @@ ATTENTION = [
     Kernel(  # of latents, and of heads of 512
         module="kernels.merge_splits",
         name="merge_kernel",
-        signature="*fp32 *fp32 *fp32 *bf16 *i32 *i32 *i32 *i32 i32",
+        signature="*fp32 *fp32 *fp32 *bf16 fp32 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "VALUE_DIM": 512, "VALUE_BLOCK": 512}
         | {"SPLIT_KEYS": 512, "MERGED_SPLITS": 16, "sinks_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
@@ -171,7 +200,7 @@ ATTENTION = [
         Kernel(  # gpt-oss's attention, whose heads have sinks, over splits and whole
             module="kernels.paged_attention",
             name="attend_kernel",
-            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+            signature=f"{pointers} {' '.join(['*i32'] * 8)} fp32 fp32 i32 i32 i32 i32 i32 i32 i32",
             constants={key: value for key, value in ATTEND.items() if key != "sinks_ptr"}
             | {"GROUP": 8, "HEAD_DIM": 64, "VALUE_DIM": 64, "HEAD_BLOCK": 64, "VALUE_BLOCK": 64, "WINDOW": 128}
             | {**constants, **NOTHING_SHARED},
@@ -187,7 +216,7 @@ ATTENTION = [
     Kernel(  # Llama 4's, of chunks
         module="kernels.paged_attention",
         name="attend_kernel",
-        signature=f"*bf16 *bf16 *bf16 {' '.join(['*i32'] * 8)} fp32 i32 i32 i32 i32 i32 i32 i32",
+        signature=f"*bf16 *bf16 *bf16 {' '.join(['*i32'] * 8)} fp32 fp32 i32 i32 i32 i32 i32 i32 i32",
         constants={**ATTEND, "GROUP": 5, "WINDOW": -8192, **WHOLE, **NOTHING_SHARED},
         options={**NO_FUSION, "num_stages": 3},
         max_shared=113 * 1024,
@@ -195,7 +224,7 @@ ATTENTION = [
     Kernel(
         module="kernels.merge_splits",
         name="merge_kernel",
-        signature="*fp32 *fp32 *fp32 *bf16 *fp32 *i32 *i32 *i32 *i32 i32",
+        signature="*fp32 *fp32 *fp32 *bf16 *fp32 fp32 *i32 *i32 *i32 *i32 i32",
         constants={**SEEN, "VALUE_DIM": 64, "VALUE_BLOCK": 64, "SPLIT_KEYS": 512, "MERGED_SPLITS": 16},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,

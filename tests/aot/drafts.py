@@ -26,7 +26,7 @@ DRAFTS = [
             signature=f"*{dtype} *i64 *i64 *i64 *i64 i32",
             constants={"BLOCK": 1024},
         )
-        for dtype in ("bf16", "fp16", "fp32")
+        for dtype in ("i16", "u8")
     ),
     Kernel(
         module="kernels.remember_candidates",
@@ -55,7 +55,7 @@ DRAFTS = [
             constants={"NUM_CANDIDATES": 16, "RANK": 256, "CANDIDATES": 16, "COLUMNS": 128},
             max_shared=4096,
         )
-        for dtype in ("bf16", "fp16", "fp32")
+        for dtype in ("i16", "u8")
     ),
     Kernel(
         module="kernels.chain_rows",

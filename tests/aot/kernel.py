@@ -21,6 +21,7 @@ class Kernel:
     constants: Mapping[str, int | float | str | None] = field(default_factory=dict)
     options: Mapping[str, int] = field(default_factory=dict)  # of the compiler, as the op launches it
     max_shared: int = 0  # bytes of shared memory a program may take
+    spilled: int = 0  # bytes of a thread that Hopper's program may keep in memory: of addresses alone
     compute_capabilities: tuple[int, ...] = ()  # none: 90, and 80 where no kernel of this name and head size was before
     sm_90_instruction: str = ""  # what Hopper's program must hold
 

@@ -32,7 +32,7 @@ HEADS_OF_PARTS = {
         module="kernels.rope",
         name="rope_kernel",
         signature=f"*{'fp32' if num_parts else 'bf16'}:16 *bf16:16 *fp32:16 *i64 *i64"
-        + " *bf16:16" * 3
+        + " *bf16:16 fp32 fp32 *bf16:16 *bf16:16"
         + " *fp32:16"
         + " i32:16" * 3,
         constants={**HEADS, **TURNED_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
@@ -51,7 +51,7 @@ WIDE_HEADS_OF_PARTS = [
             module="kernels.rope",
             name="rope_kernel",
             signature=f"*{'fp32' if num_parts else dtype}:16 *{dtype}:16 *fp32:16 *i64"
-            + (f" *i64 *{dtype}:16" + " *fp32:16" * 2 if num_kv_heads else "")
+            + (f" *i64 *{dtype}:16 fp32 fp32" + " *fp32:16" * 2 if num_kv_heads else " fp32 fp32")
             + " *fp32:16" * 2
             + " i32:16" * 3,
             constants={**TURNED_ROWS, "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
@@ -182,11 +182,20 @@ ROWS = [
     Kernel(
         module="kernels.rope",
         name="rope_kernel",
-        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *fp32 i32 i32 i32",
+        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 fp32 fp32 *bf16 *bf16 *fp32 i32 i32 i32",
         constants={**HEADS, **TURNED_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
         | {"v_norm_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
         max_shared=2048,
+    ),
+    Kernel(  # into a cache of 8 bits
+        module="kernels.rope",
+        name="rope_kernel",
+        signature="*bf16:16 *bf16:16 *fp32:16 *i64 *i64 *u8:16 fp32 fp32 i32:16 i32:16 i32:16",
+        constants={**HEADS, **TURNED_ROWS, "NUM_HEADS": 32, "HALF_BLOCK": 64, "BLOCK_SIZE": 16, "HEADS": 16}
+        | dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "v_norm_ptr", "eps_ptr")),
+        options={**NO_FUSION, "maxnreg": 128},
+        compute_capabilities=(80, 90),
     ),
     *HEADS_OF_PARTS.values(),
     replace(  # Hunyuan's, whose norms are of what is turned
@@ -197,19 +206,22 @@ ROWS = [
         Kernel(
             module="kernels.latent_rows",
             name="latent_rows_kernel",
-            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64 *i64 *{dtype}:16 *{dtype}:16 *{dtype}:16 *fp32:16"
+            signature=f"*{dtype}:16 *{dtype}:16 *fp32:16 *i64 *i64 *{kept}:16 *{dtype}:16 *{dtype}:16 *fp32:16 fp32"
             + " i32:16" * 5,
             constants={"NUM_HEADS": num_heads, "UNTURNED": unturned, "TURNED": 64, "HALF_BLOCK": 32}
             | {"RANK": 512, "RANK_BLOCK": 512, "BLOCK_SIZE": 16, "HEADS": 32},
             options={**NO_FUSION, "maxnreg": 128},
             max_shared=2048,
         )
-        for dtype, num_heads, unturned in (("bf16", 20, 192), ("bf16", 16, 128), ("fp32", 16, 128))
+        for dtype, kept, num_heads, unturned in (
+            *(("bf16", "bf16", 20, 192), ("bf16", "bf16", 16, 128), ("fp32", "fp32", 16, 128)),
+            ("bf16", "u8", 16, 128),
+        )
     ),
     Kernel(  # of a context that goes into blocks of Gemma 4's layers
         module="kernels.rope",
         name="rope_kernel",
-        signature="*bf16:16 *bf16:16 *fp32:16 *i64 *i64 *bf16:16 *fp32:16 *fp32:16 *fp32:16 i32:16 i32:16 i32:16",
+        signature="*bf16:16 *bf16:16 *fp32:16 *i64 *i64 *bf16:16 fp32 fp32 *fp32:16 *fp32:16 *fp32:16" + " i32:16" * 3,
         constants={**TURNED_ROWS, "NUM_HEADS": 0, "NUM_KV_HEADS": 1, "HEAD_DIM": 512, "HALF_BLOCK": 256}
         | {"BLOCK_SIZE": 16, "HEADS": 4, "q_norm_ptr": None},
         options={**NO_FUSION, "maxnreg": 128},
@@ -219,7 +231,7 @@ ROWS = [
     Kernel(  # keys and values alone, normed
         module="kernels.rope",
         name="rope_kernel",
-        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 *bf16 *fp32 i32 i32 i32",
+        signature="*bf16 *bf16 *fp32 *i64 *i64 *bf16 fp32 fp32 *bf16 *fp32 i32 i32 i32",
         constants={
             **HEADS,
             **TURNED_ROWS,

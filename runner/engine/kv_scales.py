@@ -1,0 +1,48 @@
+"""Scales of keys and values that come with a checkpoint, for a cache in FP8: of ModelOpt, llm-compressor and Quark.
+
+They are of whole layers. Of scales of heads the largest serves all: numbers are floats, so that a scale says what is
+too large for them, and little else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kernels.reference.fp8_rows import NO_SCALES, KVScales
+from runner.engine.checkpoint import ModelSource, stated_quantization, stored_tensors
+from runner.engine.errors import UserError
+
+# self_attn.k_scale (llm-compressor), self_attn.k_proj.k_scale (ModelOpt), k_proj.output_scale (Quark), and the oldest.
+_NAME = re.compile(r"model\.layers\.(\d+)\.\w+\.(?:\w+\.)?(?:([kv])_scale|(kv)_scale|([kv])_proj\.output_scale)")
+SMALLEST, LARGEST = 2.0**-60, 2.0**60  # so that products with a scale and with its reciprocal are numbers
+
+
+def read_kv_scales(source: ModelSource, num_layers: int) -> list[KVScales]:
+    """Of each layer; 1 where the checkpoint has none, or has them for numbers of another kind.
+
+    Raises:
+        UserError: one that cannot be a scale.
+    """
+    found: list[dict[str, float]] = [{} for _ in range(num_layers)]
+    if _are_of_fp8(stated_quantization(source) or {}):
+        for name, tensor in stored_tensors(source).items():
+            match = _NAME.fullmatch(name)
+            if match and int(match[1]) < num_layers:
+                scale = float(tensor[...].float().max()) if math.prod(tensor.get_shape()) else math.nan
+                if not SMALLEST < scale < LARGEST:
+                    raise UserError(
+                        f"{source.name}={source.model}: {name} must be a scale of keys and values, got {scale:.4g}; "
+                        "mend it or download the checkpoint again"
+                    )
+                found[int(match[1])] |= dict.fromkeys(match[2] or match[3] or match[4], scale)
+    return [(own.get("k", NO_SCALES[0]), own.get("v", NO_SCALES[1])) for own in found]
+
+
+def _are_of_fp8(stated: Mapping[str, Any]) -> bool:
+    scheme, algorithm = stated.get("kv_cache_scheme"), stated.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping) and (scheme.get("num_bits", 8), scheme.get("type", "float")) != (8, "float"):
+        return False
+    return algorithm in (None, "FP8")
