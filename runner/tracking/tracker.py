@@ -109,7 +109,7 @@ COMPARED = (
 )
 ENDS = ("lowest", "highest")  # of the repeats of a run
 AS_WRITTEN = {"None": "null", "True": "true", "False": "false"}  # the command line's words for those of flat_params
-MACHINE = ("device_name", "device", "dtype", "weights", "torch", "triton", "transformers", "commit")
+MACHINE = ("device_name", "device", "dtype", "weights", "kv_cache", "torch", "triton", "transformers", "commit")
 
 
 def comparison_row(summary: Mapping[str, Any], *, run_name: str | None, status: str) -> dict[str, Any]:
