@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kernels.reference.fp8_rows import FP8
 from proposers.base import ProposerContext
 from proposers.captured.draft_model import NUM_COMPUTED_AGAIN, CapturedDraftModel
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
@@ -55,6 +56,7 @@ class DraftModelProposer(OwnCacheProposer):
             dtype=context.dtype,
             max_model_len=max_model_len,
             longest_useful_len=context.max_model_len,
+            reads_kv_scales=context.kv_dtype == FP8,
         )
         self._translation = None
         if vocabularies is not None:

@@ -29,7 +29,14 @@ def load_target(config: SpeculativeConfig, shard: Shard | None = None) -> Loaded
         torch.set_num_threads(hardware.num_threads)
     source = model_source(config.model, "model.model")
     dtype = resolve_dtype(hardware.dtype, device, source)
-    return load_model(source, device=device, dtype=dtype, max_model_len=config.model.max_model_len, shard=shard)
+    return load_model(
+        source,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.model.max_model_len,
+        shard=shard,
+        reads_kv_scales=hardware.kv_cache_dtype == "fp8",
+    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -100,8 +100,14 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
 
 
-def load(source: ModelSource, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None) -> LoadedModel:
-    return load_model(source, device=CPU, dtype=dtype, max_model_len=max_model_len)
+def load(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    reads_kv_scales: bool = False,
+) -> LoadedModel:
+    return load_model(source, device=CPU, dtype=dtype, max_model_len=max_model_len, reads_kv_scales=reads_kv_scales)
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ def read_kv_scales(source: ModelSource, num_layers: int) -> list[KVScales]:
                 if not SMALLEST < scale < LARGEST:
                     raise UserError(
                         f"{source.name}={source.model}: {name} must be a scale of keys and values, got {scale:.4g}; "
-                        "mend it or download the checkpoint again"
+                        "choose hardware.kv_cache_dtype=auto, or mend the checkpoint"
                     )
                 found[int(match[1])] |= dict.fromkeys(match[2] or match[3] or match[4], scale)
     return [(own.get("k", NO_SCALES[0]), own.get("v", NO_SCALES[1])) for own in found]

@@ -56,6 +56,7 @@ def load_model(
     max_model_len: int | None,  # None: as many as the checkpoint's rotations are made for
     longest_useful_len: int | None = None,  # a draft sees no more than its target does
     shard: Shard | None = None,
+    reads_kv_scales: bool = False,  # for a cache in FP8
 ) -> LoadedModel:
     """Load a target or draft.
 
@@ -95,7 +96,8 @@ def load_model(
         fill_randomly(decoder)
     else:
         fill_from_checkpoint(decoder, arch, config, source, shard)
-        decoder.kv_scales = read_kv_scales(source, arch.num_layers)
+        if reads_kv_scales:
+            decoder.kv_scales = read_kv_scales(source, arch.num_layers)
     tell_expanded(found, decoder.weight_targets(), source)
     return LoadedModel(
         source=source,
