@@ -317,6 +317,7 @@ def paged_attention(
     assert query.stride(2) == 1 and kv_cache.is_contiguous() and are_kept_in(query.dtype, kv_cache.dtype, kv_scales)
     assert kv_cache.shape[2] == (head_dim if values_in_keys else num_kv_heads * (head_dim + value_dim))
     assert not values_in_keys or (num_kv_heads == 1 and value_dim <= head_dim)
+    assert not values_in_keys or kv_scales[0] == kv_scales[1]
     assert segments.max_tile_size <= rows_per_tile(num_heads, num_kv_heads)
     assert split_keys is None or split_keys % BLOCK_N == 0
     output = query.new_empty(num_rows, num_heads * value_dim)

@@ -232,16 +232,13 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype) -> None:
         assert torch.equal(found[rows], expected)
 
 
-@pytest.mark.parametrize("first", [0, 3], ids=["the whole tree", "without its first nodes"])
-@pytest.mark.parametrize(
-    "name", ["five heads of 32 a group", "heads of 64, window", "values narrower than keys", "sinks"]
-)
-def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: int, dtype: torch.dtype) -> None:
-    """Trees that begin within, at and just before the border of the keys taken in together, one of them absent.
+def trees(model: Model, first: int) -> tuple[Any, Tensor, PagedSegments, torch.Generator]:
+    """(rows, blocks, their launch, what draws more): trees without the first of their nodes.
 
-    They have more rows than take keys in together, and paths that end in one such part of the context or the next.
+    They begin within, at and just before the border of the keys taken in together, one of them absent, have more rows
+    than take keys in together, and paths that end in one such part of the context or the next.
     """
-    model, num_nodes, depth = MODELS[name], attend.TREE_ROWS + 6, 9
+    num_nodes, depth = attend.TREE_ROWS + 6, 9
     lengths = torch.tensor([40, 0, KEYS, 2 * KEYS - 3, 1])
     generator = torch.Generator().manual_seed(2)
     parents = torch.tensor([[-1, 0, 1, 2, 3, 4, 5, 6] + [-1] * (num_nodes - 8)] * len(lengths))
@@ -262,6 +259,16 @@ def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: in
         max_tile_size=1,
         segments_per_table=num_nodes + 1 - first,
     )
+    return rows, blocks, segments, generator
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["the whole tree", "without its first nodes"])
+@pytest.mark.parametrize(
+    "name", ["five heads of 32 a group", "heads of 64, window", "values narrower than keys", "sinks"]
+)
+def test_a_trees_rows_in_one_launch_have_the_bits_of_chains(name: str, first: int, dtype: torch.dtype) -> None:
+    model, num_nodes = MODELS[name], attend.TREE_ROWS + 6
+    rows, blocks, segments, generator = trees(model, first)
     queries = random_queries(model, len(rows.positions), dtype)
     cache = torch.randn(blocks.numel(), BLOCK_SIZE, model.width, generator=generator).to(dtype)
     found = whoever_shares(lambda: on_cpu.paged_attention(queries, cache, segments, **model.keys()))

@@ -17,7 +17,7 @@ from runner.engine.sampling_params import SamplingParams
 from runner.llm import LLM
 from runner.machine import describe_run
 from runner.report.text import numbers_of
-from tests.conftest import Engines, complete
+from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.emulated_device import EmulatedDevice
 from tests.heads_for_tests import PARD2
 from tests.test_emulated_gpu import CASES, GPU, SMALL
@@ -233,8 +233,12 @@ def with_scales(model: Any, directory: Path, layout: str, scales: tuple[KVScales
         for name, scale in zip(names, own, strict=True):
             tensors[f"model.layers.{layer}.{name}"] = torch.full(shape, scale)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    add_to_config(directory, quantization_config=stated)
+
+
+def add_to_config(directory: Path, **values: Any) -> None:
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+    (directory / "config.json").write_text(json.dumps(config | values))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -244,6 +248,34 @@ def test_scales_of_a_checkpoint_are_those_of_its_layers(layout: str, tmp_path: P
     rounded = tuple((float(torch.tensor(k)), float(torch.tensor(v))) for k, v in SCALES)
     assert load(save_kept(model, tmp_path), reads_kv_scales=True).model.kv_scales == list(rounded)
     assert_logits_are_those_of(model, tmp_path, rounded)
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize(
+    "scales", [(0.5, None), (0.5, 2.0), (None, 0.5)], ids=["keys'", "keys' and values'", "values'"]
+)
+def test_latents_have_one_scale_as_keys_and_as_values(
+    scales: tuple[float | None, float | None], batch_invariant: bool, tmp_path: Path
+) -> None:
+    """Bug told here: they were kept by the keys' scale and found by the values'."""
+    from transformers import AutoConfig
+
+    values = {**TARGET_CONFIG, **FAMILIES["latents"]}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model, sequences = random_model(config), random_sequences(config.vocab_size, LENGTHS)
+    source, names = save(model, tmp_path), ("self_attn.k_scale", "self_attn.v_scale")
+    whole = engine_logits(load(source), sequences)
+    plain = engine_logits(load(source), sequences, kv_dtype=FP8, batch_invariant=batch_invariant)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(config.num_hidden_layers):
+        own = {name: scale for name, scale in zip(names, scales, strict=True) if scale is not None}
+        tensors |= {f"model.layers.{layer}.{name}": torch.tensor(scale) for name, scale in own.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    add_to_config(tmp_path, quantization_config=LAYOUTS["ModelOpt"][0])
+    loaded = load(source, reads_kv_scales=True)
+    assert loaded.model.kv_scales == [(0.5, 0.5)] * config.num_hidden_layers
+    found = engine_logits(loaded, sequences, kv_dtype=FP8, batch_invariant=batch_invariant)
+    assert 0 < (found - whole).abs().max() < 2 * (plain - whole).abs().max()
 
 
 def test_a_whole_cache_has_no_scales(tmp_path: Path) -> None:

@@ -16,15 +16,13 @@ from kernels.reference.fp8_rows import FP8, as_fp8, in_dtype_of_cache
 from kernels.reference.rope import RopeTable
 from tests.seeded import randn
 from tests.test_cpu_kernels import MODELS as MODELS_ON_CPU
-from tests.test_cpu_kernels import attention, whoever_shares
+from tests.test_cpu_kernels import attention, trees, whoever_shares
 from tests.test_paged_attention_kernel import (  # noqa: F401 - fixtures
     FORMS,
     MODELS,
     RAGGED,
     Model,
-    Rows,
     filled_cache,
-    in_order,
     products_of_fixed_order,
     random_queries,
     run,
@@ -38,10 +36,6 @@ triton_latents = pytest.importorskip("kernels.latent_rows")
 BACKENDS = {"a CPU": (rope, latent_rows), "a GPU": (triton_rope, triton_latents)}
 SCALES = (0.013, 0.7)
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
-TREE = [
-    Rows(start=60, size=5, slots=in_order(70), branch_start=60),
-    Rows(start=62, size=3, slots=[*in_order(70)[:62], 74, 68, 75], branch_start=62),
-]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -161,18 +155,36 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 WIDE_HEADS = ("heads of 64, window", "values narrower than keys")
 
 
-@pytest.mark.parametrize("rows", [RAGGED, TREE], ids=["a ragged launch", "a tree"])
-@pytest.mark.parametrize("name", ["three heads a group", "heads of 10", "sinks, window", "softcap", *WIDE_HEADS])
-def test_a_cpu_attends_to_them_as_to_the_same_numbers_kept_whole(
-    name: str, rows: list[Rows], dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def skip_what_others_show(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     if name in WIDE_HEADS and request.node.callspec.params["dtype"] != torch.bfloat16:
         pytest.skip("a kernel more to be compiled, which differs from others by what these show")
+
+
+@pytest.mark.parametrize("name", ["three heads a group", "heads of 10", "sinks, window", "softcap", *WIDE_HEADS])
+def test_a_cpu_attends_to_them_as_to_the_same_numbers_kept_whole(
+    name: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    skip_what_others_show(name, dtype, request)
     model = MODELS_ON_CPU[name]
-    cache = as_fp8(filled_cache(model, rows, torch.float32), 1.0)
-    queries = random_queries(model, sum(own.size for own in rows), dtype)
-    expected = attention(model, rows, queries, cache.to(dtype))
-    assert torch.equal(whoever_shares(lambda: attention(model, rows, queries, cache)), expected)
+    cache = as_fp8(filled_cache(model, RAGGED, torch.float32), 1.0)
+    queries = random_queries(model, sum(own.size for own in RAGGED), dtype)
+    expected = attention(model, RAGGED, queries, cache.to(dtype))
+    assert torch.equal(whoever_shares(lambda: attention(model, RAGGED, queries, cache)), expected)
+
+
+@pytest.mark.parametrize("name", ["three heads a group", "heads of 10", *WIDE_HEADS])
+def test_a_cpus_rows_of_trees_lay_their_own_paths_out_behind_what_they_share(
+    name: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    skip_what_others_show(name, dtype, request)
+    model = MODELS_ON_CPU[name]
+    rows, blocks, segments, generator = trees(model, 0)
+    cache = as_fp8(torch.randn(blocks.numel(), BLOCK_SIZE, model.width, generator=generator), 1.0)
+    queries = random_queries(model, len(rows.positions), dtype)
+    found, expected = (
+        on_cpu.paged_attention(queries, own, segments, **model.keys()) for own in (cache, cache.to(dtype))
+    )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("small_blocks", "products_of_fixed_order")

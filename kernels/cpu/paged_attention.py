@@ -6,6 +6,8 @@ the longest context, so a launch costs what its rows see.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,7 +46,6 @@ class LayerLaunch:
         is_causal: bool,
         softcap: float | None,
         values_in_keys: bool,
-        kv_scales: KVScales,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_blocks, block_size, width = kv_cache.shape
@@ -73,9 +74,7 @@ class LayerLaunch:
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._columns = num_heads * value_dim
-        scale *= kv_scales[0]
-        steepness = scale * LOG2_E if softcap is None else scale / softcap
-        cap = 0.0 if softcap is None else softcap * LOG2_E
+        self._scale, self._softcap = scale, softcap
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, NOTHING)),
             num_floats,
@@ -84,16 +83,25 @@ class LayerLaunch:
             *(segments.segments_per_table, segments.branch_slots.shape[1], block_size),
             *(num_kv_heads, head_dim, value_dim, window, is_causal),
             *(0 if values_in_keys else num_kv_heads * head_dim, max_context),
-            *(int(np.float32(number).view(np.int32)) for number in (steepness, cap, kv_scales[1])),
         )
 
-    def __call__(self, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> Tensor:
+    def __call__(self, query: Tensor, kv_cache: Tensor, sinks: Tensor | None, kv_scales: KVScales) -> Tensor:
         output = zeros(len(query), self._columns, dtype=query.dtype)
         wide_sinks = None if sinks is None else sinks.float().contiguous()  # kept until they are read
         addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
         of_sinks = 0 if wide_sinks is None else wide_sinks.data_ptr()
-        self._attend(*addresses, of_sinks, *self._numbers, parts=self._parts)
+        scales = _bits_of_scales(self._scale, self._softcap, kv_scales)
+        self._attend(*addresses, of_sinks, *self._numbers, *scales, parts=self._parts)
         return output
+
+
+@cache
+def _bits_of_scales(scale: float, softcap: float | None, kv_scales: KVScales) -> tuple[int, ...]:
+    """As kernels/cpu/attend.py takes them: scale, cap and value_scale."""
+    scale *= kv_scales[0]
+    steepness = scale * LOG2_E if softcap is None else scale / softcap
+    cap = 0.0 if softcap is None else softcap * LOG2_E
+    return tuple(int(np.float32(number).view(np.int32)) for number in (steepness, cap, kv_scales[1]))
 
 
 def paged_attention(
@@ -116,6 +124,7 @@ def paged_attention(
     head_dim = query.shape[2]
     assert query.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     assert are_kept_in(query.dtype, kv_cache.dtype, kv_scales) and (num_kv_heads == 1 or not values_in_keys)
+    assert not values_in_keys or kv_scales[0] == kv_scales[1]
     assert kv_cache.shape[2] == num_kv_heads * (head_dim + (0 if values_in_keys else value_dim))
     sizes = (*query.shape, query.stride(0), kv_cache.shape)
     window = sliding_window or -(attention_chunk or 0)
@@ -123,7 +132,6 @@ def paged_attention(
     shape = (
         query.dtype,
         kv_cache.dtype,
-        kv_scales,
         *sizes,
         num_kv_heads,
         value_dim,
@@ -146,6 +154,5 @@ def paged_attention(
             is_causal=is_causal,
             softcap=softcap,
             values_in_keys=values_in_keys,
-            kv_scales=kv_scales,
         )
-    return launch(query, kv_cache, sinks)
+    return launch(query, kv_cache, sinks, kv_scales)

@@ -86,6 +86,7 @@ def paged_attention(
     num_heads, head_dim = query.shape[1:]
     num_blocks, block_size, width = kv_cache.shape
     assert not values_in_keys or (num_kv_heads == 1 and width == head_dim)
+    assert not values_in_keys or kv_scales[0] == kv_scales[1]
     is_fp8, scale = kv_cache.dtype == FP8, scale * kv_scales[0]
     stored = kv_cache.view(torch.uint8) if is_fp8 else kv_cache  # torch gathers no FP8
     outputs = []

@@ -228,7 +228,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="of weights and KV (default: bfloat16 on a GPU, float32 on a CPU)",
+        help="of weights, and of KV (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     parser.add_argument(
         "--kv-cache-dtype",

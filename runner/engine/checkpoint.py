@@ -23,7 +23,7 @@ from runner.engine.json_object import read_json, require_json
 from runner.engine.mxfp4_tensors import stack_mxfp4
 from runner.engine.packed_tensors import unpack_tensors
 from runner.engine.quantization import read_scheme
-from runner.engine.quantized_tensors import EIGHT_BITS, LEFT_ALONE, WORDS, require_plain
+from runner.engine.quantized_tensors import EIGHT_BITS, OF_ATTENTION, WORDS, require_plain
 from runner.engine.scaled_stacks import take_scaled_stacks
 from runner.engine.text_part import text_config, text_tensors
 
@@ -246,7 +246,7 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     is_quantized = any(tensor.get_dtype() in (*EIGHT_BITS, WORDS) for tensor in slices.values())
     if stated is None or not is_quantized:  # a head may only repeat what its target says
         if stated is not None:  # of keys and values alone, it may be
-            slices = {name: tensor for name, tensor in slices.items() if name.rpartition(".")[2] not in LEFT_ALONE}
+            slices = {name: tensor for name, tensor in slices.items() if name.rpartition(".")[2] not in OF_ATTENTION}
         yield from ((name, require_plain(tensor, name, of)) for name, tensor in slices.items())
         return
     scheme = read_scheme(stated, of, source.quantization_option)

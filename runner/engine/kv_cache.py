@@ -69,7 +69,7 @@ class PagedKVCache:
         self._move = move_kv_on(device, widest=max(widths))
 
     def write(self, layer: int, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store kv [num_rows, width], halves of keys and of values, in the slots [num_rows] of one layer."""
+        """Store kv [num_rows, width] in the slots [num_rows] of one layer; halves, where the layer's scales differ."""
         slots, width = self._slots[layer], kv.shape[1]
         stored = in_dtype_of_cache(kv, slots.dtype, self.scales[layer], values_from=width // 2)
         if slots.dtype == FP8:  # torch has no copies of rows of these

@@ -95,9 +95,9 @@ def load_model(
     if source.is_dummy:
         fill_randomly(decoder)
     else:
-        fill_from_checkpoint(decoder, arch, config, source, shard)
         if reads_kv_scales:
-            decoder.kv_scales = read_kv_scales(source, arch.num_layers)
+            decoder.kv_scales = read_kv_scales(source, arch.num_layers, are_latents=arch.latent is not None)
+        fill_from_checkpoint(decoder, arch, config, source, shard)
     tell_expanded(found, decoder.weight_targets(), source)
     return LoadedModel(
         source=source,

@@ -93,6 +93,7 @@ class ModelRunner(PagedRunner):
         own = copy(self)
         own.model = self.model.of_first_layers(num_layers)
         own.kv_widths, own.products_per_row = own.model.kv_widths, own.model.products_per_row
+        own.kv_scales = list(own.model.kv_scales)
         own.release_cache()
         return own
 

@@ -17,10 +17,14 @@ from runner.engine.errors import UserError
 from runner.engine.quantization import Storage
 
 # Scales of activations and of the KV cache, and zero points of them.
-LEFT_ALONE = (
-    *("input_scale", "input_scale_ub", "input_zero_point", "act_scale", "activation_scale", "output_scale", "kv_scale"),
+OF_ATTENTION = (
+    *("output_scale", "kv_scale", "prob_output_scale"),
     *(f"{name}_{what}" for name in ("k", "v", "q") for what in ("scale", "zero_point")),
-    *("prob_output_scale", "bias_scale", "input_global_scale"),
+)
+LEFT_ALONE = (
+    *OF_ATTENTION,
+    *("input_scale", "input_scale_ub", "input_zero_point", "act_scale", "activation_scale"),
+    *("bias_scale", "input_global_scale"),
 )
 LARGEST_SCALE = 2.0**7  # of quantized weights: they are hundredths, and what is larger is a scale's reciprocal
 SMALLEST_BLOCK_SCALE = 2.0**-24  # float16 holds whole numbers of these
