@@ -17,7 +17,7 @@ from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import compiled, exact
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
-from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.kernel import Kernel, arguments_of, bits_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
@@ -198,7 +198,7 @@ def route(
         *(num_rows, num_experts, choices),
         *(rule.scores == "softmax", corrections is not None, rule.is_normalized),
         *(rule.num_groups, rule.kept_groups),
-        int(np.float32(rule.scale).view(np.int32)),
+        bits_of(rule.scale),
         0 if factors is None else factors.data_ptr(),
         parts=parts_of(logits.numel() * (choices + 2), PART_EXPERTS, max(num_rows, 1)),
     )

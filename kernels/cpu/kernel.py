@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ from kernels.cpu.under_way import current
 def arguments_of(*names: str) -> np.dtype[Any]:
     """A record of int64 fields: what a kernel takes."""
     return np.dtype([(name, np.int64) for name in names])
+
+
+@cache
+def bits_of(number: float) -> int:
+    """A float32 as such a record holds it."""
+    return int(np.float32(number).view(np.int32))
 
 
 class Kernel:

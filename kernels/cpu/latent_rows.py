@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import inlined
 from kernels.cpu.elements import ELEMENTS, elements, narrow, rounded_twice, widen
-from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.kernel import Kernel, arguments_of, bits_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.threads import parts_of
 from kernels.reference.fp8_rows import are_kept_in
@@ -123,6 +123,6 @@ def rotate_and_store_latents(
         *(tensor.data_ptr() for tensor in tensors),
         *(num_rows, len(table), kv_cache.shape[0] * kv_cache.shape[1], num_heads, width - dim, rank, dim),
         *(turned.stride(0), turned.stride(1), queries.stride(0), queries.stride(1), latents.stride(0)),
-        int(np.float32(1.0 / kv_scale).view(np.int32)),
+        bits_of(1.0 / kv_scale),
         parts=parts_of(num_rows * (num_heads * dim + rank), PART_NUMBERS, num_rows),
     )

@@ -6,9 +6,6 @@ the longest context, so a launch costs what its rows see.
 
 from __future__ import annotations
 
-from functools import cache
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from kernels.cpu.amx import has_amx
 from kernels.cpu.attend import HEADS, TREE_ROWS, attends_in_pairs, attention, room_of, vectors_of
 from kernels.cpu.elements import ELEMENTS
 from kernels.cpu.exp2 import LOG2_E
+from kernels.cpu.kernel import bits_of
 from kernels.cpu.key_panels import KEYS
 from kernels.cpu.linear import NOTHING
 from kernels.cpu.panels import LANES
@@ -74,7 +72,8 @@ class LayerLaunch:
         self._tensors = [tensor.long() for tensor in segments.tensors]
         assert all(tensor.is_contiguous() for tensor in self._tensors)
         self._columns = num_heads * value_dim
-        self._scale, self._softcap = scale, softcap
+        self._steepness = scale * LOG2_E if softcap is None else scale / softcap  # without the keys' own scale
+        self._cap = 0.0 if softcap is None else softcap * LOG2_E
         self._numbers = (
             *(tensor.data_ptr() for tensor in (*self._tensors, self._offsets, self._floats, NOTHING)),
             num_floats,
@@ -90,18 +89,9 @@ class LayerLaunch:
         wide_sinks = None if sinks is None else sinks.float().contiguous()  # kept until they are read
         addresses = (output.data_ptr(), query.data_ptr(), kv_cache.data_ptr())
         of_sinks = 0 if wide_sinks is None else wide_sinks.data_ptr()
-        scales = _bits_of_scales(self._scale, self._softcap, kv_scales)
+        scales = map(bits_of, (self._steepness * kv_scales[0], self._cap, kv_scales[1]))
         self._attend(*addresses, of_sinks, *self._numbers, *scales, parts=self._parts)
         return output
-
-
-@cache
-def _bits_of_scales(scale: float, softcap: float | None, kv_scales: KVScales) -> tuple[int, ...]:
-    """As kernels/cpu/attend.py takes them: scale, cap and value_scale."""
-    scale *= kv_scales[0]
-    steepness = scale * LOG2_E if softcap is None else scale / softcap
-    cap = 0.0 if softcap is None else softcap * LOG2_E
-    return tuple(int(np.float32(number).view(np.int32)) for number in (steepness, cap, kv_scales[1]))
 
 
 def paged_attention(

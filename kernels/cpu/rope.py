@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import inlined
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
-from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.kernel import Kernel, arguments_of, bits_of
 from kernels.cpu.native import floats, integers
 from kernels.cpu.threads import parts_of
 from kernels.reference.fp8_rows import NO_SCALES, KVScales, are_kept_in
@@ -179,6 +179,6 @@ def _turn(
         num_heads,
         num_kv_heads,
         head_dim,
-        *(int(np.float32(1.0 / scale).view(np.int32)) for scale in kv_scales),
+        *(bits_of(1.0 / scale) for scale in kv_scales),
         parts=parts_of(num_rows * width, PART_NUMBERS, num_rows),
     )
