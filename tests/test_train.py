@@ -146,6 +146,7 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
     for argv, message in (
         (["method=ngram"], "method must be one of eagle, eagle3"),
         ([], "method must be one of eagle, eagle3"),
+        (["~method"], "method must be one of eagle, eagle3"),
         (["method=eagle", "model.load_format=dummy"], "must not be dummy"),
         (["method=eagel"], "did you mean 'eagle'"),
         (["method=eagle", "method.num_speculative_tokens=0"], "num_speculative_tokens must be >= 1"),

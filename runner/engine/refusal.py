@@ -15,7 +15,7 @@ def refusal(request: Request, *, stop_rules: StopRules, vocab_size: int, blocks:
     if num_prompt >= limit:
         return (
             f"the prompt must be shorter than max_model_len ({limit} tokens), got {num_prompt}; shorten it, or raise "
-            "max_model_len"
+            "max_model_len where the model reads longer texts"
         )
     strange = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
     if strange is not None:

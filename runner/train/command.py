@@ -16,6 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from runner.cli.arguments import at_least, new_directory
 from runner.cli.compose import Composer
 from runner.cli.overrides import in_hydras_grammar
@@ -64,7 +66,8 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
 
     overrides = in_hydras_grammar(options.overrides)
     with Composer() as composer:
-        chosen = composer.compose_by_group(overrides, "to train a head").method.method
+        composed = composer.compose_by_group(overrides, "to train a head")
+        chosen = OmegaConf.select(composed, "method.method", default="none")  # ~method leaves none
         if chosen not in METHODS:
             rule, remedy = f"must be one of {', '.join(METHODS)}", f"add method={METHODS[1]}, say"
             raise ConfigError([Problem(name="method", rule=rule, value=chosen, remedy=remedy)])
