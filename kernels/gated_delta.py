@@ -16,7 +16,7 @@ from kernels.dependent_launch import await_input, can_overlap
 from kernels.kernel import Kernel
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaHeads, DeltaRows, DeltaStates, DeltaWeights
 from kernels.sizes import next_power_of_2
 from kernels.softplus import softplus
 
@@ -41,8 +41,10 @@ def silu(x):
 )
 def gated_delta_kernel(
     out_ptr,  # [num_rows, NUM_VALUE_HEADS * VALUE_DIM]
-    mixed_ptr,  # [num_rows, 2 * NUM_KEY_HEADS * KEY_DIM + 2 * NUM_VALUE_HEADS * VALUE_DIM], rows mixed_stride apart
-    gates_ptr,  # [num_rows, NUM_VALUE_HEADS, or twice as many], rows gates_stride apart
+    mixed_ptr,  # [num_rows, 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM], rows mixed_stride apart
+    gate_ptr,  # [num_rows, NUM_VALUE_HEADS * VALUE_DIM], rows gate_stride apart
+    forgotten_ptr,  # [num_rows, NUM_VALUE_HEADS * FORGOTTEN], rows forgotten_stride apart
+    written_ptr,  # [num_rows, NUM_VALUE_HEADS], rows written_stride apart; None: of a state space
     starts_ptr,  # [num_segments] int64, as the next four
     ends_ptr,
     slots_ptr,
@@ -52,14 +54,16 @@ def gated_delta_kernel(
     recent_ptr,  # [num_slots, NUM_VALUE_HEADS, ring, ROW]
     reached_ptr,  # [num_slots, NUM_VALUE_HEADS] int64
     convolution_ptr,  # [TAPS, 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM]
-    a_log_ptr,  # [NUM_VALUE_HEADS] float32, as the next
-    dt_bias_ptr,
+    a_log_ptr,  # [NUM_VALUE_HEADS] float32
+    dt_bias_ptr,  # [NUM_VALUE_HEADS * FORGOTTEN] float32
     norm_ptr,  # [VALUE_DIM] float32; None, as the next: of a state space
     eps_ptr,  # [] float32
     bias_ptr,  # as a row of the convolution, or None
     skip_ptr,  # [NUM_VALUE_HEADS] float32, of a state space
     mixed_stride,
-    gates_stride,
+    gate_stride,
+    forgotten_stride,
+    written_stride,
     rows_each,
     offset,
     end_offset,
@@ -73,12 +77,15 @@ def gated_delta_kernel(
     TAPS: tl.constexpr,
     ROW: tl.constexpr,  # numbers that are kept of a token
     IS_STATE_SPACE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # each of a key's is forgotten by itself
+    WRITES_TWICE: tl.constexpr,  # as much as a sigmoid says
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
     KEYS: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     CONVOLVED: tl.constexpr = 2 * KEYS + NUM_VALUE_HEADS * VALUE_DIM
     OWN: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
-    GATES: tl.constexpr = 1 if IS_STATE_SPACE else 2
+    FORGOTTEN: tl.constexpr = KEY_DIM if BY_CHANNEL else 1
+    WRITTEN: tl.constexpr = 0 if IS_STATE_SPACE else 1
     segment, head = tl.program_id(0), tl.program_id(1)
     key_columns, value_columns = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     is_key, is_value = key_columns < KEY_DIM, value_columns < VALUE_DIM
@@ -101,7 +108,10 @@ def gated_delta_kernel(
     places = memory_ptr + at * (KEY_DIM * VALUE_DIM) + value_columns[:, None] * KEY_DIM + key_columns[None, :]
     memory = tl.load(places, mask=is_element & goes_on, other=0.0)
     recent_ptr += at * ring * ROW
-    forgets, dt_bias = exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head)
+    forgets = exp(tl.load(a_log_ptr + head))
+    channels = key_columns if BY_CHANNEL else tl.arange(0, 1)
+    is_channel, of_forgotten = channels < FORGOTTEN, head * FORGOTTEN + channels
+    dt_bias = tl.load(dt_bias_ptr + of_forgotten, mask=is_channel, other=0.0)
     if slot == 0:
         nothing = tl.zeros([VALUE_BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
         for row in range(first, first + count):
@@ -135,14 +145,14 @@ def gated_delta_kernel(
         query, key, value = silu(query), silu(key), silu(value)
         is_new = position >= start
         new_row = first + position - start
-        both = gates_ptr + new_row * gates_stride + head
-        kept_both = recent_ptr + (position % ring) * ROW + OWN
-        forgotten = tl.load(both + (GATES - 1) * NUM_VALUE_HEADS, mask=is_new, other=0.0)
-        forgotten += tl.load(kept_both + (GATES - 1), mask=position < start, other=0.0)
+        kept_gates = recent_ptr + (position % ring) * ROW + OWN
+        forgotten_row = forgotten_ptr + new_row * forgotten_stride
+        forgotten = tl.load(forgotten_row + of_forgotten, mask=is_channel & is_new, other=0.0)
+        forgotten += tl.load(kept_gates + WRITTEN + channels, mask=is_channel & (position < start), other=0.0)
         x = forgotten.to(tl.float32) + dt_bias
         rate = softplus(x, exp(-tl.abs(x)))
-        memory *= exp(-forgets * rate)
-        gate_row = mixed_ptr + new_row * mixed_stride + CONVOLVED + head * VALUE_DIM
+        memory *= exp(-forgets * rate)[None, :]
+        gate_row = gate_ptr + new_row * gate_stride + head * VALUE_DIM
         gate = tl.load(gate_row + value_columns, mask=is_value & is_new, other=0.0)
         if IS_STATE_SPACE:
             memory += (value * rate)[:, None] * key[None, :]
@@ -150,14 +160,20 @@ def gated_delta_kernel(
         else:
             query *= tl.rsqrt(tl.sum(query * query, axis=0) + LENGTH_EPS) * (KEY_DIM**-0.5)
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + LENGTH_EPS)
-            written = tl.load(both, mask=is_new, other=0.0) + tl.load(kept_both, mask=position < start, other=0.0)
+            written = tl.load(written_ptr + new_row * written_stride + head, mask=is_new, other=0.0)
+            written += tl.load(kept_gates, mask=position < start, other=0.0)
             known = tl.sum(memory * key[None, :], axis=1)
             change = (value - known) / (1.0 + exp(-written.to(tl.float32)))
+            if WRITES_TWICE:
+                change *= 2.0
             memory += change[:, None] * key[None, :]
             found = tl.sum(memory * query[None, :], axis=1)
             scale = tl.rsqrt(tl.sum(found * found, axis=0) / VALUE_DIM + tl.load(eps_ptr))
             found *= scale * tl.load(norm_ptr + value_columns, mask=is_value, other=0.0)
-        result = (found * silu(gate.to(tl.float32))).to(gate.dtype)
+        if BY_CHANNEL:
+            result = (found / (1.0 + exp(-gate.to(tl.float32)))).to(gate.dtype)
+        else:
+            result = (found * silu(gate.to(tl.float32))).to(gate.dtype)
         out_row = out_ptr + new_row * (NUM_VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM
         tl.store(out_row + value_columns, result, mask=is_value & is_new)
     if is_someones:
@@ -167,14 +183,17 @@ def gated_delta_kernel(
         tl.store(reached_ptr + at, certain)
         for position in range(tl.maximum(start, stop - ring), stop):
             row = mixed_ptr + (first + position - start) * mixed_stride
-            both = gates_ptr + (first + position - start) * gates_stride + head
+            forgotten_row = forgotten_ptr + (first + position - start) * forgotten_stride
             kept_row = recent_ptr + (position % ring) * ROW
             tl.store(kept_row + key_columns, tl.load(row + of_query + key_columns, mask=is_key), mask=is_key)
             tl.store(kept_row + KEY_DIM + key_columns, tl.load(row + of_key + key_columns, mask=is_key), mask=is_key)
             value_row = tl.load(row + of_value + value_columns, mask=is_value)
             tl.store(kept_row + 2 * KEY_DIM + value_columns, value_row, mask=is_value)
-            for own in tl.static_range(GATES):
-                tl.store(kept_row + (OWN + own), tl.load(both + own * NUM_VALUE_HEADS))
+            if written_ptr is not None:
+                written_row = written_ptr + (first + position - start) * written_stride
+                tl.store(kept_row + OWN, tl.load(written_row + head))
+            forgotten = tl.load(forgotten_row + of_forgotten, mask=is_channel)
+            tl.store(kept_row + OWN + WRITTEN + channels, forgotten, mask=is_channel)
 
 
 @triton.jit
@@ -188,27 +207,23 @@ def _bias(bias_ptr, first, columns, is_column, BLOCK: tl.constexpr):
 
 
 def gated_delta(
-    mixed: Tensor,
-    gates: Tensor,
-    segments: RecurrentSegments,
-    states: DeltaStates,
-    weights: DeltaWeights,
-    heads: DeltaHeads,
+    rows: DeltaRows, segments: RecurrentSegments, states: DeltaStates, weights: DeltaWeights, heads: DeltaHeads
 ) -> Tensor:
     """As the reference, but rows of no segment hold whatever was there."""
-    num_rows, num_segments = len(mixed), len(segments.starts)
-    assert mixed.stride(1) == 1 and gates.stride(1) == 1 and mixed.dtype == gates.dtype == states.recent.dtype
-    assert mixed.shape[1] == heads.convolved + heads.values
-    assert gates.shape == (num_rows, heads.gates * heads.num_value_heads)
+    num_rows, num_segments = len(rows.mixed), len(segments.starts)
+    rows.require(heads)
+    assert rows.mixed.dtype == states.recent.dtype
     assert states.memory.is_contiguous() and states.recent.is_contiguous() and weights.convolution.is_contiguous()
-    out = torch.empty(num_rows, heads.values, dtype=mixed.dtype, device=mixed.device)
-    overlaps = can_overlap(mixed.device)
+    out = torch.empty(num_rows, heads.values, dtype=rows.mixed.dtype, device=rows.mixed.device)
+    overlaps = can_overlap(rows.mixed.device)
     key_block, value_block = next_power_of_2(heads.key_dim), next_power_of_2(heads.value_dim)
     if num_rows:
         gated_delta_kernel[(num_segments, heads.num_value_heads)](
             out,
-            mixed,
-            gates,
+            rows.mixed,
+            rows.gate,
+            rows.forgotten,
+            rows.written,
             segments.starts,
             segments.ends,
             segments.slots,
@@ -224,8 +239,10 @@ def gated_delta(
             weights.eps,
             weights.bias,
             weights.skip,
-            mixed.stride(0),
-            gates.stride(0),
+            rows.mixed.stride(0),
+            rows.gate.stride(0),
+            rows.forgotten.stride(0),
+            0 if rows.written is None else rows.written.stride(0),
             segments.num_rows or 0,
             segments.offset,
             segments.end_offset,
@@ -239,6 +256,8 @@ def gated_delta(
             TAPS=heads.taps,
             ROW=heads.row,
             IS_STATE_SPACE=heads.is_state_space,
+            BY_CHANNEL=heads.forgets_by_channel,
+            WRITES_TWICE=heads.writes_twice,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,
             num_warps=min(8, max(1, key_block * value_block // (32 * NUM_NUMBERS))),

@@ -20,7 +20,7 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 6.0,
 }
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "lfm2_moe", "nemotron_h")
+WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "laguna", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -113,6 +113,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "moe_topk": 2,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        "pad_token_id": 0,
+    },
+    # A state each channel of which forgets by itself, below a latent that nothing turns, and experts.
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"num_heads": 8, "head_dim": 16, "short_conv_kernel_size": 4}
+        | {"kda_layers": [1], "full_attn_layers": [2]},
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
         "pad_token_id": 0,
     },
     # A short convolution between two gates below a layer that attends, and experts chosen by corrected scores.

@@ -24,6 +24,27 @@ GRANITE_HYBRID = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
 }
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 18,  # which means nothing
+    "linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
+    | {"kda_layers": [1, 3], "full_attn_layers": [2]},
+    "num_hidden_layers": 3,
+    "mla_use_nope": True,
+    "pad_token_id": 0,
+    "num_experts": 6,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "use_grouped_topk": True,
+    "moe_router_activation_func": "sigmoid",
+}
 NEMOTRON = {
     "head_dim": 24,
     "layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"],
@@ -40,6 +61,12 @@ NEMOTRON = {
 }
 # name -> (family, options)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear": ("kimi_linear", KIMI),
+    "kimi_linear, queries of a latent, experts in groups, fewer heads": (
+        "kimi_linear",
+        {**KIMI, "q_lora_rank": 20, "num_expert_group": 2, "topk_group": 1, "moe_renormalize": False}
+        | {"linear_attn_config": {**KIMI["linear_attn_config"], "num_heads": 2, "short_conv_kernel_size": 3}},
+    ),
     "lfm2": ("lfm2", {**SHORT_CONV, "block_multiple_of": 24}),
     "lfm2, biased, two taps, untied, an MLP as large as stated": (
         "lfm2",

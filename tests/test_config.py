@@ -56,7 +56,7 @@ WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_ASSISTANT}
 WITH_BLOCKS = {"laguna_xs": (33, "dflash"), "muse_glimmer_30b": (27, "dflash"), "lfm2_5_1_2b": (1, "dspark")}
 MANDATORY |= {f"model/{preset}": [f"method={method}"] for preset, (_, method) in WITH_BLOCKS.items()}
-WITHOUT_DRAFTER = {"nemotron3_nano": 31}
+WITHOUT_DRAFTER = {"kimi_linear_48b": 49, "nemotron3_nano": 31}
 ALONE = (
     WITH_MTP | WITH_ASSISTANT | WITHOUT_DRAFTER | {preset: billions for preset, (billions, _) in WITH_BLOCKS.items()}
 )

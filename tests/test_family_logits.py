@@ -42,6 +42,7 @@ BFLOAT16 = (
     "granite",
     "granitemoehybrid",
     "hunyuan_v1_dense, stretched rope, biased",
+    "kimi_linear",
     "laguna",
     "lfm2",
     "llama, attention bias",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,13 +14,27 @@ from torch import Tensor
 
 from kernels.cpu.gated_delta import gated_delta as on_cpu
 from kernels.recurrent_segments import RecurrentSegments
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaHeads, DeltaRows, DeltaStates, DeltaWeights
 from kernels.reference.gated_delta import gated_delta as reference
 
 triton_ops = pytest.importorskip("kernels.gated_delta")
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4)
 FEW = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=4, taps=3)
-STATE_SPACE, FEW_OF_STATE_SPACE = (replace(heads, is_state_space=True) for heads in (HEADS, FEW))
+KINDS: dict[str, dict[str, bool]] = {
+    "gated delta": {},
+    "state space": {"is_state_space": True},
+    "by channel": {"forgets_by_channel": True},
+    "twice": {"writes_twice": True},
+}
+
+
+def of_kinds(heads: DeltaHeads, *names: str) -> Any:
+    """For each kind, or for those named, such heads."""
+    return pytest.mark.parametrize(
+        "heads", [replace(heads, **KINDS[name]) for name in names or KINDS], ids=names or KINDS
+    )
+
+
 UNCERTAIN = 4  # tokens of a launch that may be taken back
 NUM_SLOTS = 3
 Op = Callable[..., Tensor]
@@ -35,7 +49,7 @@ def random_weights(heads: DeltaHeads, dtype: torch.dtype, device: torch.device) 
     return DeltaWeights(
         convolution=normal(heads.taps, heads.convolved).to(device, dtype),
         a_log=(0.5 * normal(heads.num_value_heads)).to(device),
-        dt_bias=normal(heads.num_value_heads).to(device),
+        dt_bias=normal(heads.num_value_heads * heads.forgotten).to(device),
         **(
             {"bias": normal(heads.convolved).to(device, dtype), "skip": normal(heads.num_value_heads).to(device)}
             if heads.is_state_space
@@ -47,31 +61,47 @@ def random_weights(heads: DeltaHeads, dtype: torch.dtype, device: torch.device) 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+def random_rows(length: int, seed: int, dtype: torch.dtype, device: torch.device, heads: DeltaHeads = FEW) -> DeltaRows:
     """What a request's tokens are projected to."""
+    generator = torch.Generator().manual_seed(seed)
 
-    mixed: Tensor
-    gates: Tensor
+    def normal(width: int) -> Tensor:
+        return torch.randn(length, width, generator=generator).to(device, dtype)
 
-    @classmethod
-    def random(cls, length: int, seed: int, dtype: torch.dtype, device: torch.device, heads: DeltaHeads = FEW) -> Text:
-        generator = torch.Generator().manual_seed(seed)
-        mixed = torch.randn(length, heads.convolved + heads.values, generator=generator)
-        gates = torch.randn(length, heads.gates * heads.num_value_heads, generator=generator)
-        return cls(mixed=mixed.to(device, dtype), gates=gates.to(device, dtype))
+    return DeltaRows(
+        mixed=normal(heads.convolved),
+        gate=normal(heads.values),
+        forgotten=normal(heads.num_value_heads * heads.forgotten),
+        written=None if heads.is_state_space else normal(heads.num_value_heads),
+    )
+
+
+def changed(change: Callable[..., Tensor], *rows: DeltaRows) -> DeltaRows:
+    """What the change makes of each kind of numbers."""
+    names = [own.name for own in fields(DeltaRows) if getattr(rows[0], own.name) is not None]
+    return DeltaRows(**{name: change(*(getattr(own, name) for own in rows)) for name in names})
+
+
+def taken(rows: DeltaRows, start: int, stop: int) -> DeltaRows:
+    return changed(lambda own: own[start:stop], rows)
+
+
+def joined(*rows: DeltaRows) -> DeltaRows:
+    return changed(lambda *own: torch.cat(own), *rows)
 
 
 def launch(
-    op: Op, states: DeltaStates, weights: DeltaWeights, *parts: tuple[Text, int, int, int, int], heads: DeltaHeads = FEW
+    op: Op,
+    states: DeltaStates,
+    weights: DeltaWeights,
+    *parts: tuple[DeltaRows, int, int, int, int],
+    heads: DeltaHeads = FEW,
 ) -> list[Tensor]:
     """Each (text, start, stop, end of what is certain, slot) -> its rows; one more row is nobody's."""
     device = weights.a_log.device
-    mixed = [text.mixed[start:stop] for text, start, stop, _, _ in parts]
-    gates = [text.gates[start:stop] for text, start, stop, _, _ in parts]
-    mixed.append(torch.ones(1, mixed[0].shape[1], dtype=mixed[0].dtype, device=device))
-    gates.append(torch.ones(1, gates[0].shape[1], dtype=gates[0].dtype, device=device))
-    counts = [len(own) for own in mixed]
+    rows = [taken(text, start, stop) for text, start, stop, _, _ in parts]
+    rows.append(changed(lambda own: torch.ones_like(own[:1]), parts[0][0]))
+    counts = [len(own.mixed) for own in rows]
 
     def numbers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -83,7 +113,7 @@ def launch(
         first_rows=numbers([sum(counts[:index]) for index in range(len(counts))]),
         counts=numbers(counts),
     )
-    out = op(torch.cat(mixed), torch.cat(gates), segments, states, weights, heads)
+    out = op(joined(*rows), segments, states, weights, heads)
     assert not out[-1:].any()
     return list(out.split_with_sizes(counts))[:-1]
 
@@ -102,7 +132,7 @@ def ops(device: torch.device, dtype: torch.dtype) -> list[tuple[Op, torch.device
     return found
 
 
-@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
+@of_kinds(FEW)
 @settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
 def test_rows_are_the_same_however_tokens_come(
@@ -126,8 +156,8 @@ def test_rows_are_the_same_however_tokens_come(
         schedules.append(steps)
     for op, device in ops(kernel_device, dtype):
         weights = random_weights(heads, dtype, device)
-        texts = [Text.random(length, seed, dtype, device, heads) for seed, length in enumerate(lengths)]
-        wrong = Text.random(UNCERTAIN, 9, dtype, device, heads)
+        texts = [random_rows(length, seed, dtype, device, heads) for seed, length in enumerate(lengths)]
+        wrong = random_rows(UNCERTAIN, 9, dtype, device, heads)
         one_by_one = []
         for text, length in zip(texts, lengths, strict=True):
             states = empty_states(dtype, device, num_uncertain=0, heads=heads)
@@ -139,10 +169,7 @@ def test_rows_are_the_same_however_tokens_come(
             for index, steps in enumerate(schedules):
                 if turn < len(steps):
                     start, stop, end, num_wrong = steps[turn]
-                    tokens = Text(
-                        mixed=torch.cat((texts[index].mixed[:stop], wrong.mixed[:num_wrong])),
-                        gates=torch.cat((texts[index].gates[:stop], wrong.gates[:num_wrong])),
-                    )
+                    tokens = joined(taken(texts[index], 0, stop), taken(wrong, 0, num_wrong))
                     parts.append((tokens, start, stop + num_wrong, end, index + 1))
                     whose.append((index, stop - start))
             for (index, count), rows in zip(whose, launch(op, states, weights, *parts, heads=heads), strict=True):
@@ -151,10 +178,10 @@ def test_rows_are_the_same_however_tokens_come(
             assert torch.equal(torch.cat(own), expected)
 
 
-@pytest.mark.parametrize("heads", [HEADS, STATE_SPACE], ids=["gated delta", "state space"])
+@of_kinds(HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_agree_with_the_reference(kernel_device: torch.device, dtype: torch.dtype, heads: DeltaHeads) -> None:
-    text = Text.random(40, 3, torch.float32, torch.device("cpu"), heads)
+    text = random_rows(40, 3, torch.float32, torch.device("cpu"), heads)
     exact, *found = (
         torch.cat(
             [
@@ -165,7 +192,7 @@ def test_kernels_agree_with_the_reference(kernel_device: torch.device, dtype: to
             ]
         ).cpu()
         for op, device in ops(kernel_device, dtype)
-        for own in [Text(mixed=text.mixed.to(device, dtype), gates=text.gates.to(device, dtype))]
+        for own in [changed(lambda numbers: numbers.to(device, dtype), text)]  # noqa: B023
         for weights in [random_weights(heads, dtype, device)]
         for states in [empty_states(dtype, device, heads=heads)]
     )
@@ -181,28 +208,27 @@ def test_a_launch_of_equal_segments_is_told_by_two_numbers(kernel_device: torch.
         weights, texts = random_weights(FEW, torch.float32, device), []
         told, counted = (empty_states(torch.float32, device) for _ in range(2))
         for slot in (1, 2):
-            texts.append(Text.random(9, slot, torch.float32, device))
+            texts.append(random_rows(9, slot, torch.float32, device))
             for states in (told, counted):
                 launch(op, states, weights, (texts[-1], 0, 4 + slot, 4 + slot, slot))
         lengths = torch.tensor([6, 0, 7], device=device)
         segments = RecurrentSegments(
             starts=lengths, ends=lengths, slots=torch.tensor([1, 0, 2], device=device), offset=-1, num_rows=2
         )
-        rows = [texts[0].mixed[5:7], torch.ones_like(texts[0].mixed[:2]), texts[1].mixed[6:8]]
-        gates = [texts[0].gates[5:7], torch.ones_like(texts[0].gates[:2]), texts[1].gates[6:8]]
-        found = op(torch.cat(rows), torch.cat(gates), segments, told, weights, FEW)
+        rows = [taken(texts[0], 5, 7), taken(texts[0], 0, 2), taken(texts[1], 6, 8)]
+        found = op(joined(*rows), segments, told, weights, FEW)
         expected = launch(op, counted, weights, (texts[0], 5, 7, 6, 1), (texts[1], 6, 8, 7, 2))
         assert torch.equal(found[:2], expected[0]) and torch.equal(found[4:], expected[1])
         assert not found[2:4].any() and torch.equal(told.reached[1:], counted.reached[1:])
         assert told.reached[1:].unique().tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
+@of_kinds(FEW)
 def test_drafts_may_come_one_by_one_and_committed_tokens_again(kernel_device: torch.device, heads: DeltaHeads) -> None:
     """As a draft model's do: segments begin behind what is certain, with rows that are kept in between."""
     for op, device in ops(kernel_device, torch.float32):
         weights = random_weights(heads, torch.float32, device)
-        text, wrong = (Text.random(12, seed, torch.float32, device, heads) for seed in (1, 2))
+        text, wrong = (random_rows(12, seed, torch.float32, device, heads) for seed in (1, 2))
         once, states = (empty_states(torch.float32, device, num_uncertain=5, heads=heads) for _ in range(2))
         (expected,) = launch(op, once, weights, (text, 0, 12, 12, 1), heads=heads)
         launch(op, states, weights, (text, 0, 6, 4, 1), heads=heads)
@@ -226,7 +252,7 @@ def test_rows_of_a_request_that_a_state_has_not_followed_cost_no_more(kernel_dev
     """Nobody reads them; going over all tokens that the state lacks would take as long as its text is."""
     for op, device in ops(kernel_device, torch.float32):
         states = empty_states(torch.float32, device)
-        text = Text.random(2, 1, torch.float32, device)
+        text = random_rows(2, 1, torch.float32, device)
         far = 1 << 30
         segments = RecurrentSegments(
             starts=torch.tensor([far], device=device),
@@ -234,11 +260,11 @@ def test_rows_of_a_request_that_a_state_has_not_followed_cost_no_more(kernel_dev
             slots=torch.tensor([1], device=device),
             num_rows=2,
         )
-        op(text.mixed, text.gates, segments, states, random_weights(FEW, torch.float32, device), FEW)
+        op(text, segments, states, random_weights(FEW, torch.float32, device), FEW)
         assert states.reached[1].unique().tolist() == [far]
 
 
-@pytest.mark.parametrize("heads", [FEW, FEW_OF_STATE_SPACE], ids=["gated delta", "state space"])
+@of_kinds(FEW)
 def test_every_row_is_written_where_a_state_came_further_than_the_launch_begins(
     kernel_device: torch.device, heads: DeltaHeads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +278,7 @@ def test_every_row_is_written_where_a_state_came_further_than_the_launch_begins(
     exact, *others = (
         (launch(op, states, weights, (own, 6, 9, 7, 1), heads=heads)[0].cpu(), states)
         for op, device in ops(kernel_device, torch.float32)
-        for own in [Text.random(20, 3, torch.float32, device, heads)]
+        for own in [random_rows(20, 3, torch.float32, device, heads)]
         for weights in [random_weights(heads, torch.float32, device)]
         for states in [empty_states(torch.float32, device, heads=heads)]
         if launch(op, states, weights, (own, 0, 8, 8, 1), heads=heads)
@@ -265,7 +291,7 @@ def test_every_row_is_written_where_a_state_came_further_than_the_launch_begins(
 def test_a_slot_begins_anew_with_its_next_request(kernel_device: torch.device) -> None:
     for op, device in ops(kernel_device, torch.float32):
         weights = random_weights(FEW, torch.float32, device)
-        before, text = (Text.random(8, seed, torch.float32, device) for seed in (5, 6))
+        before, text = (random_rows(8, seed, torch.float32, device) for seed in (5, 6))
         used, fresh = (empty_states(torch.float32, device) for _ in range(2))
         launch(op, used, weights, (before, 0, 8, 5, 1))
         assert torch.equal(

@@ -1,6 +1,6 @@
 """Gated delta nets at Qwen3.5-9B's heads: plain steps, verification behind accepted drafts, and a prompt.
 
-And the state spaces of Granite 4's hybrids, at the heads of its small one.
+And the state spaces of Granite 4's hybrids, at the heads of its small one, and Kimi Linear's delta attention.
 
 What a call must move are the memories, read and written once. A call begins by setting the states back to where they
 were, so that all do the same; of a prompt's rows all are certain, of a verification's the first.
@@ -8,6 +8,7 @@ were, so that all do the same; of a prompt's rows all are certain, of a verifica
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -18,12 +19,14 @@ from kernels import gated_delta as kernel
 from kernels.benchmarks.case import Case, Setting, Work, check_equal, check_error, name_of
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaHeads, DeltaRows, DeltaStates, DeltaWeights
 
 HEADS = DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, taps=4)
 SMALL_HEADS = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, taps=4)
 STATE_SPACE = DeltaHeads(num_key_heads=1, num_value_heads=128, key_dim=128, value_dim=64, taps=4, is_state_space=True)
 SMALL_STATE_SPACE = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, taps=4, is_state_space=True)
+KIMI = DeltaHeads(num_key_heads=32, num_value_heads=32, key_dim=128, value_dim=128, taps=4, forgets_by_channel=True)
+SMALL_KIMI = DeltaHeads(num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=8, taps=4, forgets_by_channel=True)
 CONTEXT = 12  # tokens that the states hold, accepted drafts aside
 # what -> requests, rows of each, drafts that the step before had accepted, and whether all rows are certain
 SHAPES = {
@@ -38,7 +41,7 @@ SMALL_SHAPES = {"2 requests, 3 rows behind 2 drafts": (2, 3, 2, False)}
 
 def cases(setting: Setting) -> list[Case]:
     shapes = SMALL_SHAPES if setting.is_small else SHAPES
-    heads = (SMALL_HEADS, SMALL_STATE_SPACE) if setting.is_small else (HEADS, STATE_SPACE)
+    heads = (SMALL_HEADS, SMALL_STATE_SPACE, SMALL_KIMI) if setting.is_small else (HEADS, STATE_SPACE, KIMI)
     return [
         Case(
             op="gated_delta",
@@ -46,7 +49,7 @@ def cases(setting: Setting) -> list[Case]:
             dtype=name_of(setting.dtype),
             prepare=partial(_prepare, setting, own, *shape),
         )
-        for what, own in zip(("", "a state space, "), heads, strict=True)
+        for what, own in zip(("", "a state space, ", "by channel, "), heads, strict=True)
         for label, shape in shapes.items()
     ]
 
@@ -56,7 +59,7 @@ def _weights(setting: Setting, heads: DeltaHeads) -> DeltaWeights:
     return DeltaWeights(
         convolution=setting.normal(heads.taps, heads.convolved, seed=10),
         a_log=normal(heads.num_value_heads, seed=11),
-        dt_bias=normal(heads.num_value_heads, seed=12),
+        dt_bias=normal(heads.num_value_heads * heads.forgotten, seed=12),
         **_of_state_space(setting, heads) if heads.is_state_space else _of_results(setting, heads),
     )
 
@@ -71,14 +74,26 @@ def _of_state_space(setting: Setting, heads: DeltaHeads) -> dict[str, Tensor]:
     return {"bias": setting.normal(heads.convolved, seed=14), "skip": skip}
 
 
+def _rows(setting: Setting, heads: DeltaHeads, count: int, seed: int) -> DeltaRows:
+    return DeltaRows(
+        mixed=setting.normal(count, heads.convolved, seed=seed),
+        gate=setting.normal(count, heads.values, seed=seed + 1),
+        forgotten=setting.normal(count, heads.num_value_heads * heads.forgotten, seed=seed + 2),
+        written=None if heads.is_state_space else setting.normal(count, heads.num_value_heads, seed=seed + 3),
+    )
+
+
+def _changed(rows: DeltaRows, change: Callable[[Tensor], Tensor]) -> DeltaRows:
+    """What the change makes of each kind of numbers."""
+    return DeltaRows(**{name: change(own) for name, own in vars(rows).items() if own is not None})
+
+
 def _prepare(
     setting: Setting, heads: DeltaHeads, num_requests: int, num_rows: int, num_accepted: int, all_certain: bool
 ) -> Work:
     weights, start = _weights(setting, heads), CONTEXT + num_accepted
-    mixed = setting.normal(num_requests * num_rows, heads.convolved + heads.values, seed=0)
-    gates = setting.normal(num_requests * num_rows, heads.gates * heads.num_value_heads, seed=1)
-    context = setting.normal(num_requests * start, heads.convolved + heads.values, seed=2)
-    context_gates = setting.normal(num_requests * start, heads.gates * heads.num_value_heads, seed=3)
+    rows = _rows(setting, heads, num_requests * num_rows, seed=0)
+    context = _rows(setting, heads, num_requests * start, seed=4)
     num_uncertain = max(num_accepted, 0 if all_certain else num_rows - 1)
 
     def numbers(value: int) -> Tensor:
@@ -91,7 +106,7 @@ def _prepare(
     def begun(op: Callable[..., Tensor], dtype: torch.dtype) -> DeltaStates:
         """The context is in the states, its last tokens as drafts that were accepted since."""
         states = DeltaStates.empty(heads, num_requests + 1, num_uncertain, dtype, setting.device)
-        op(context.to(dtype), context_gates.to(dtype), segments(0, start, CONTEXT), states, own(dtype), heads)
+        op(_changed(context, as_type(dtype)), segments(0, start, CONTEXT), states, own(dtype), heads)
         return states
 
     def own(dtype: torch.dtype) -> DeltaWeights:
@@ -100,11 +115,14 @@ def _prepare(
         of_rows = ("convolution", "bias")
         return DeltaWeights(**{name: own.to(dtype if name in of_rows else wide) for name, own in present.items()})
 
+    def as_type(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda numbers: numbers.to(dtype)
+
     launched = segments(start, num_rows, start + (num_rows if all_certain else 1))
 
     def computed(op: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
         states = begun(op, dtype)
-        return op(mixed.to(dtype), gates.to(dtype), launched, states, own(dtype), heads)
+        return op(_changed(rows, as_type(dtype)), launched, states, own(dtype), heads)
 
     def check() -> list[str]:
         found = computed(kernel.gated_delta, setting.dtype)
@@ -112,21 +130,21 @@ def _prepare(
         passed = [check_error(found, by_torch, exact)]
         states = begun(kernel.gated_delta, setting.dtype)
         for row in range(min(num_rows, 8)):
-            rows = slice(row, None, num_rows)
-            one = segments(start + row, 1, start + row + 1)
-            alone = kernel.gated_delta(mixed[rows].contiguous(), gates[rows].contiguous(), one, states, weights, heads)
-            check_equal(f"row {row} alone", alone, found[rows])
+            one = _changed(rows, operator.itemgetter(slice(row, None, num_rows)))
+            alone = kernel.gated_delta(one, segments(start + row, 1, start + row + 1), states, weights, heads)
+            check_equal(f"row {row} alone", alone, found[row::num_rows])
         return [*passed, "row bits"]
 
     before = begun(kernel.gated_delta, setting.dtype)
     memory_bytes = 2 * num_requests * before.memory[0].nbytes
-    num_bytes = memory_bytes + mixed.nbytes + gates.nbytes + mixed.nbytes * heads.values // mixed.shape[1]
+    # Results are as wide as what gates them.
+    num_bytes = memory_bytes + rows.gate.nbytes + sum(own.nbytes for own in vars(rows).values() if own is not None)
     copies = setting.copies(num_bytes, before.memory, before.recent, before.reached)
 
     def call(memory: Tensor, recent: Tensor, reached: Tensor) -> None:
         reached.fill_(CONTEXT)
         states = DeltaStates(memory=memory, recent=recent, reached=reached)
-        kernel.gated_delta(mixed, gates, launched, states, weights, heads)
+        kernel.gated_delta(rows, launched, states, weights, heads)
 
     return Work(
         check=check,

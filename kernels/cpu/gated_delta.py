@@ -20,21 +20,23 @@ from kernels.cpu.exp2 import LOG2_E, exp2
 from kernels.cpu.kernel import Kernel, arguments_of
 from kernels.cpu.native import NUM_BYTES, floats, integers
 from kernels.cpu.recording import empty
+from kernels.cpu.softplus import softplus
 from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference import gated_delta as reference
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaHeads, DeltaRows, DeltaStates, DeltaWeights
 
-NOTHING, ONE, MUCH = np.float32(0.0), np.float32(1.0), np.float32(20.0)  # the last: softplus is its argument
+NOTHING, ONE = np.float32(0.0), np.float32(1.0)
 LENGTH_EPS = np.float32(reference.LENGTH_EPS)
 Arguments = arguments_of(
-    *("out", "mixed", "gates"),  # addresses, as those that follow: of a launch's rows
+    *("out", "mixed", "gate", "forgotten", "written"),  # addresses, as those that follow: of a launch's rows
     *("starts", "ends", "slots", "first_rows", "counts"),  # of its segments; the last two 0: rows_each says it
     *("memory", "recent", "reached"),  # of the states
     *("convolution", "bias", "a_log", "dt_bias", "norm", "eps", "skip"),  # of the weights; 0: there is none
     "room",  # [num_threads, room_size] float32
-    *("num_rows", "mixed_stride", "gates_stride"),
+    *("num_rows", "mixed_stride", "gate_stride", "forgotten_stride", "written_stride"),
     *("num_segments", "rows_each", "offset", "end_offset", "ring", "element_size"),
     *("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps", "row", "room_size"),
+    "most_written",  # how many times as much as a sigmoid says
 )
 
 
@@ -71,6 +73,25 @@ def move_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: A
 
 
 @vectorized
+def move_channels_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: Any) -> None:
+    """The same where each of a key's channels forgets by itself, kept [key_dim]."""
+    agreement = NOTHING
+    for index in range(len(key)):
+        agreement += query[index] * key[index]
+    for row in range(len(value)):
+        own, known, found = memory[row], NOTHING, NOTHING
+        for index in range(len(key)):
+            number = kept[index] * own[index]
+            known += number * key[index]
+            found += number * query[index]
+            own[index] = number
+        change = (value[row] - known) * written
+        for index in range(len(key)):
+            own[index] += change * key[index]
+        value[row] = found + change * agreement
+
+
+@vectorized
 def add_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, rate: Any, skip: Any) -> None:
     """The same of a state space, by which a part of the value passes."""
     agreement = NOTHING
@@ -92,31 +113,46 @@ def write_gated(to: Any, found: Any, gate: Any) -> None:
 
 
 @vectorized
-def write_result(to: Any, found: Any, norm: Any, eps: Any, gate: Any) -> None:
+def norm_result(found: Any, norm: Any, eps: Any) -> None:
     squares = NOTHING
     for index in range(len(found)):
         squares += found[index] * found[index]
     scale = ONE / np.sqrt(squares / np.float32(len(found)) + eps)
     for index in range(len(found)):
-        own = widen(gate[index])
-        to[index] = narrow(found[index] * scale * norm[index] * (own / (ONE + exp2(-own * LOG2_E))), gate[index])
+        found[index] = found[index] * scale * norm[index]
+
+
+@vectorized
+def write_gated_by_sigmoid(to: Any, found: Any, gate: Any) -> None:
+    for index in range(len(found)):
+        to[index] = narrow(found[index] / (ONE + exp2(-widen(gate[index]) * LOG2_E)), gate[index])
+
+
+@vectorized
+def keep(kept: Any, forgotten: Any, bias: Any, forgets: Any) -> None:
+    """What is kept of each channel, of what is said of it."""
+    for index in range(len(kept)):
+        kept[index] = exp2(-forgets * softplus(widen(forgotten[index]) + bias[index]) * LOG2_E)
 
 
 @cache
-def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
+def heads_go_on(element: Any, is_state_space: bool, forgets_by_channel: bool) -> Kernel:
     """Of rows of these elements."""
-    num_gates = 1 if is_state_space else 2
+    num_written = 0 if is_state_space else 1
 
     def go_on(arguments: Any, part: int, num_parts: int, thread: int) -> None:
         a = carray(arguments, 1, Arguments)[0]
         heads, key_dim, value_dim, ring = a.num_value_heads, a.key_dim, a.value_dim, a.ring
         keys, values = a.num_key_heads * key_dim, heads * value_dim
         convolved, width, own = 2 * keys + values, a.row, 2 * key_dim + value_dim
+        num_forgotten = key_dim if forgets_by_channel else 1
         to = elements(a.out, a.num_rows, values, element)
         mixed = elements(a.mixed, a.num_rows, a.mixed_stride, element)
-        gates = elements(a.gates, a.num_rows, a.gates_stride, element)
+        gates = elements(a.gate, a.num_rows, a.gate_stride, element)
+        forgotten = elements(a.forgotten, a.num_rows, a.forgotten_stride, element)
+        written = elements(a.written if a.written else a.mixed, a.num_rows, a.written_stride, element)
         taps = elements(a.convolution, a.taps, convolved, element)
-        a_log, dt_bias = floats(a.a_log, 1, heads)[0], floats(a.dt_bias, 1, heads)[0]
+        a_log, dt_bias = floats(a.a_log, 1, heads)[0], floats(a.dt_bias, 1, heads * num_forgotten)[0]
         biases = elements(a.bias if a.bias else a.convolution, 1, convolved, element)[0]
         norm = floats(a.norm if a.norm else a.a_log, 1, value_dim)[0]  # without one: nobody reads it
         starts, ends = integers(a.starts, a.num_segments), integers(a.ends, a.num_segments)
@@ -125,8 +161,8 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
         counts = integers(a.counts if a.counts else a.starts, a.num_segments)
         own_room = a.room + NUM_BYTES * a.room_size * thread
         room, own_memory = floats(own_room, 1, own)[0], floats(own_room + NUM_BYTES * own, value_dim, key_dim)
-        query, key = room[:key_dim], room[key_dim : 2 * key_dim]
-        value = room[2 * key_dim :]
+        query, key, value = room[:key_dim], room[key_dim : 2 * key_dim], room[2 * key_dim :]
+        kept = floats(own_room + NUM_BYTES * (own + value_dim * key_dim), 1, num_forgotten)[0]
         for unit in range(part, a.num_segments * heads, num_parts):
             segment, head = unit // heads, unit % heads
             first, count = segment * a.rows_each, a.rows_each
@@ -182,31 +218,38 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
                         add_tap(value, row, 2 * key_dim, taps[tap], of_value)
                 activate(room)
                 if position >= start:
-                    row = gates[first + position - start]
-                    written, forgotten = widen(row[head]), widen(row[(num_gates - 1) * heads + head])
+                    place = first + position - start
+                    share = widen(written[place, head])
+                    said = forgotten[place, head * num_forgotten : (head + 1) * num_forgotten]
                 else:
                     row = recent[position % ring]
-                    written, forgotten = widen(row[own]), widen(row[own + num_gates - 1])
-                x = forgotten + dt_bias[head]
-                rate = x if x > MUCH else np.log1p(exp2(x * LOG2_E))
-                kept = exp2(-exp2(a_log[head] * LOG2_E) * rate * LOG2_E)
+                    share, said = widen(row[own]), row[own + num_written : own + num_written + num_forgotten]
+                bias, forgets = dt_bias[head * num_forgotten : (head + 1) * num_forgotten], exp2(a_log[head] * LOG2_E)
+                keep(kept, said, bias, forgets)
                 if is_state_space:
-                    add_on(current, query, key, value, kept, rate, floats(a.skip, 1, heads)[0, head])
+                    rate, skip = softplus(widen(said[0]) + bias[0]), floats(a.skip, 1, heads)[0, head]
+                    add_on(current, query, key, value, kept[0], rate, skip)
                 else:
                     query_scale = inverse_length(query) / np.sqrt(np.float32(key_dim))
                     key_scale = inverse_length(key)
                     for index in range(key_dim):
                         query[index] *= query_scale
                         key[index] *= key_scale
-                    move_on(current, query, key, value, kept, ONE / (ONE + exp2(-written * LOG2_E)))
+                    share = np.float32(a.most_written) / (ONE + exp2(-share * LOG2_E))
+                    if forgets_by_channel:
+                        move_channels_on(current, query, key, value, kept, share)
+                    else:
+                        move_on(current, query, key, value, kept[0], share)
                 if position >= start:
                     place = first + position - start
                     result = to[place, head * value_dim : (head + 1) * value_dim]
-                    gate = mixed[place, convolved + head * value_dim : convolved + (head + 1) * value_dim]
-                    if is_state_space:
-                        write_gated(result, value, gate)
+                    gate = gates[place, head * value_dim : (head + 1) * value_dim]
+                    if not is_state_space:
+                        norm_result(value, norm, floats(a.eps, 1, 1)[0, 0])
+                    if forgets_by_channel:
+                        write_gated_by_sigmoid(result, value, gate)
                     else:
-                        write_result(result, value, norm, floats(a.eps, 1, 1)[0, 0], gate)
+                        write_gated(result, value, gate)
             reached[0] = certain
             for position in range(max(start, stop - ring), stop):
                 kept_row, place = recent[position % ring], first + position - start
@@ -216,32 +259,28 @@ def heads_go_on(element: Any, is_state_space: bool) -> Kernel:
                     kept_row[key_dim + index] = row[of_key + index]
                 for index in range(value_dim):
                     kept_row[2 * key_dim + index] = row[of_value + index]
-                for index in range(num_gates):
-                    kept_row[own + index] = gates[place, index * heads + head]
+                if num_written:
+                    kept_row[own] = written[place, head]
+                for index in range(num_forgotten):
+                    kept_row[own + num_written + index] = forgotten[place, head * num_forgotten + index]
 
     return Kernel(go_on, Arguments)
 
 
 def gated_delta(
-    mixed: Tensor,
-    gates: Tensor,
-    segments: RecurrentSegments,
-    states: DeltaStates,
-    weights: DeltaWeights,
-    heads: DeltaHeads,
+    rows: DeltaRows, segments: RecurrentSegments, states: DeltaStates, weights: DeltaWeights, heads: DeltaHeads
 ) -> Tensor:
     """As the reference, but rows of no segment hold whatever was there."""
-    num_rows, num_segments = len(mixed), len(segments.starts)
+    num_rows, num_segments, dtype = len(rows.mixed), len(segments.starts), rows.mixed.dtype
     ring, threads = states.recent.shape[2], torch.get_num_threads()
-    rows = (segments.first_rows, segments.counts)
-    for numbers in (segments.starts, segments.ends, segments.slots, *(own for own in rows if own is not None)):
+    places, written = (segments.first_rows, segments.counts), rows.written
+    for numbers in (segments.starts, segments.ends, segments.slots, *(own for own in places if own is not None)):
         assert numbers.dtype == torch.int64 and numbers.shape == (num_segments,) and numbers.stride(0) == 1
-    for own in (mixed, gates, weights.convolution, states.recent):
-        assert own.dtype == mixed.dtype and own.stride(-1) == 1
-    assert mixed.shape[1] == heads.convolved + heads.values
-    assert gates.shape == (num_rows, heads.gates * heads.num_value_heads)
+    rows.require(heads)
+    for own in (weights.convolution, states.recent):
+        assert own.dtype == dtype and own.stride(-1) == 1
     assert states.memory.is_contiguous() and states.recent.is_contiguous() and weights.convolution.is_contiguous()
-    assert weights.bias is None or (weights.bias.dtype == mixed.dtype and weights.bias.is_contiguous())
+    assert weights.bias is None or (weights.bias.dtype == dtype and weights.bias.is_contiguous())
     of_weights = (weights.a_log, weights.dt_bias, weights.norm, weights.eps, weights.skip)
     assert [own is None for own in of_weights[2:]] == [
         heads.is_state_space,
@@ -250,19 +289,23 @@ def gated_delta(
     ]
     for own in (states.memory, *(own for own in of_weights if own is not None)):
         assert own.dtype == torch.float32 and own.is_contiguous()
-    out = empty(num_rows, heads.values, dtype=mixed.dtype)
-    room_size = heads.own + heads.key_dim * heads.value_dim
+    out = empty(num_rows, heads.values, dtype=dtype)
+    room_size = heads.own + heads.key_dim * heads.value_dim + heads.forgotten
     room = empty(threads, room_size)
     units = num_segments * heads.num_value_heads
-    heads_go_on(ELEMENTS[mixed.dtype], heads.is_state_space)(
-        *(own.data_ptr() for own in (out, mixed, gates, segments.starts, segments.ends, segments.slots)),
-        *(0 if own is None else own.data_ptr() for own in rows),
+    heads_go_on(ELEMENTS[dtype], heads.is_state_space, heads.forgets_by_channel)(
+        *(own.data_ptr() for own in (out, rows.mixed, rows.gate, rows.forgotten)),
+        0 if written is None else written.data_ptr(),
+        *(own.data_ptr() for own in (segments.starts, segments.ends, segments.slots)),
+        *(0 if own is None else own.data_ptr() for own in places),
         *(own.data_ptr() for own in (states.memory, states.recent, states.reached)),
         *(0 if own is None else own.data_ptr() for own in (weights.convolution, weights.bias, *of_weights)),
         room.data_ptr(),
-        *(num_rows, mixed.stride(0), gates.stride(0)),
-        *(num_segments, segments.num_rows or 0, segments.offset, segments.end_offset, ring, mixed.element_size()),
+        *(num_rows, rows.mixed.stride(0), rows.gate.stride(0), rows.forgotten.stride(0)),
+        rows.mixed.stride(0) if written is None else written.stride(0),
+        *(num_segments, segments.num_rows or 0, segments.offset, segments.end_offset, ring, out.element_size()),
         *(heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.taps, heads.row, room_size),
+        2 if heads.writes_twice else 1,
         parts=max(1, min(4 * threads, units)) if threads > 1 else 1,
     )
     return out

@@ -3,6 +3,9 @@
 Follows Qwen3-Next and Qwen3.5: a short causal convolution and SiLU over queries, keys and values, queries and keys of
 unit length, and behind it a norm gated by SiLU. Everything between the projections and the result is float32.
 
+Kimi's delta attention (arXiv 2510.26692) forgets each channel of a key by as much as is said of that channel, where the
+gated delta rule has one number for a head; and a sigmoid gates what is behind its norm.
+
 Mamba-2's state space (Dao and Gu, arXiv 2405.21060) is the same memory with less done to it: its C, B and x are
 queries, keys and values, of which a token's are written as they are, by as much as the memory forgets; x passes by the
 memory, too, and what is found is gated, not normed.
@@ -37,6 +40,8 @@ class DeltaHeads:
     value_dim: int
     taps: int  # tokens that a convolution sees, the row's own included
     is_state_space: bool = False  # Mamba-2's
+    forgets_by_channel: bool = False  # Kimi's: of keys
+    writes_twice: bool = False  # as much as a sigmoid says: what keys find may be reversed (OLMo Hybrid's)
 
     @property
     def keys(self) -> int:
@@ -58,9 +63,14 @@ class DeltaHeads:
         return 2 * self.key_dim + self.value_dim
 
     @property
+    def forgotten(self) -> int:
+        """Numbers of a token and value head that say how much is forgotten."""
+        return self.key_dim if self.forgets_by_channel else 1
+
+    @property
     def gates(self) -> int:
-        """Of a value head: how much is forgotten, behind how much is written where that is something else."""
-        return 1 if self.is_state_space else 2
+        """Of a value head: how much is written, where that is something else, and behind it how much is forgotten."""
+        return self.forgotten if self.is_state_space else 1 + self.forgotten
 
     @property
     def row(self) -> int:
@@ -74,12 +84,32 @@ class DeltaHeads:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaRows:
+    """What a launch's rows are projected to, of one dtype; rows may lie further apart."""
+
+    mixed: Tensor  # [num_rows, convolved]: queries, keys and values
+    gate: Tensor  # [num_rows, values]: of what is found
+    forgotten: Tensor  # [num_rows, num_value_heads * heads.forgotten]: how much, head by head
+    written: Tensor | None = None  # [num_rows, num_value_heads]: how much of a token; None: a state space's
+
+    def require(self, heads: DeltaHeads) -> None:
+        """Asserts the shapes of these heads, one dtype, and whole rows."""
+        count, written = len(self.mixed), self.written
+        assert self.mixed.shape == (count, heads.convolved) and self.gate.shape == (count, heads.values)
+        assert self.forgotten.shape == (count, heads.num_value_heads * heads.forgotten)
+        assert (written is None) == heads.is_state_space
+        assert written is None or written.shape == (count, heads.num_value_heads)
+        for own in (self.mixed, self.gate, self.forgotten, *([] if written is None else [written])):
+            assert own.dtype == self.mixed.dtype and own.stride(1) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeltaWeights:
-    """Of one layer. A head forgets by exp(-exp(a_log) * softplus(a + dt_bias)) a token."""
+    """Of one layer. A head, or a channel of it, forgets by exp(-exp(a_log) * softplus(a + dt_bias)) a token."""
 
     convolution: Tensor  # [taps, convolved], of the rows' dtype, the row's own tap last
     a_log: Tensor  # [num_value_heads] float32
-    dt_bias: Tensor  # [num_value_heads] float32
+    dt_bias: Tensor  # [num_value_heads * heads.forgotten] float32
     norm: Tensor | None = None  # [value_dim] float32; None: a state space's
     eps: Tensor | None = None  # [] float32, likewise
     bias: Tensor | None = None  # [convolved], of the convolution; as its dtype
@@ -112,37 +142,26 @@ class DeltaStates:
 
 
 def gated_delta(
-    mixed: Tensor,
-    gates: Tensor,
-    segments: RecurrentSegments,
-    states: DeltaStates,
-    weights: DeltaWeights,
-    heads: DeltaHeads,
+    rows: DeltaRows, segments: RecurrentSegments, states: DeltaStates, weights: DeltaWeights, heads: DeltaHeads
 ) -> Tensor:
     """Compute a launch's rows and move the states on.
 
-    Args:
-        mixed: [num_rows, convolved + values]: queries, keys and values as they are projected, and what gates the norm.
-        gates: [num_rows, heads.gates * num_value_heads], of mixed's dtype: of all heads how much of a token is written,
-            where that is said, and then how much is forgotten.
-
     Returns:
-        [num_rows, values], of mixed's dtype; rows that are nobody's, or of no segment, hold zeros.
+        [num_rows, values], of the rows' dtype; rows that are nobody's, or of no segment, hold zeros.
     """
-    out = torch.zeros(len(mixed), heads.values, dtype=mixed.dtype, device=mixed.device)
+    out = torch.zeros(len(rows.mixed), heads.values, dtype=rows.mixed.dtype, device=rows.mixed.device)
     first_rows, counts = segments.rows()
     starts, ends = segments.starts + segments.offset, segments.ends + segments.end_offset
     columns = (first_rows, counts, starts, ends, segments.slots)
     for first, count, start, end, slot in zip(*(column.tolist() for column in columns), strict=True):
         for head in range(heads.num_value_heads if count and slot else 0):
-            own = slice(first, first + count)
-            rows = torch.cat([mixed[own, columns] for columns in _columns(heads, head)], dim=1)
-            both = gates[own, head :: heads.num_value_heads]
-            gate = mixed[own, heads.convolved + head * heads.value_dim :][:, : heads.value_dim]
-            result = _go_on(
-                torch.cat((rows, both), dim=1), gate, max(start, 0), end, slot, head, states, weights, heads
+            own, of_head = slice(first, first + count), slice(head * heads.value_dim, (head + 1) * heads.value_dim)
+            kept = [rows.mixed[own, columns] for columns in _columns(heads, head)]
+            kept += [] if rows.written is None else [rows.written[own, head : head + 1]]
+            kept += [rows.forgotten[own, head * heads.forgotten : (head + 1) * heads.forgotten]]
+            out[own, of_head] = _go_on(
+                torch.cat(kept, dim=1), rows.gate[own, of_head], max(start, 0), end, slot, head, states, weights, heads
             )
-            out[own, head * heads.value_dim : (head + 1) * heads.value_dim] = result
     return out
 
 
@@ -191,15 +210,17 @@ def _go_on(
                 total += row[: heads.own].to(number) * taps[tap]
         own = rows[position - start] if position >= start else recent[position % ring]
         query, key, value = F.silu(total).split_with_sizes((heads.key_dim, heads.key_dim, heads.value_dim))
-        *written, forgotten = own[heads.own : heads.own + heads.gates].to(number).unbind()
-        rate = F.softplus(forgotten + weights.dt_bias[head])
+        gates = own[heads.own : heads.own + heads.gates].to(number)
+        written, forgotten = gates.split_with_sizes((heads.gates - heads.forgotten, heads.forgotten))
+        rate = F.softplus(forgotten + weights.dt_bias[head * heads.forgotten : (head + 1) * heads.forgotten])
         current *= torch.exp(-weights.a_log[head].exp() * rate)
         if heads.is_state_space:
             current += torch.outer(value * rate, key)
             found = current @ query + _of(weights.skip)[head] * value
         else:
             query, key = (part * torch.rsqrt(part.square().sum() + LENGTH_EPS) for part in (query, key))
-            current += torch.outer((value - current @ key) * torch.sigmoid(written[0]), key)
+            share = torch.sigmoid(written) * (2 if heads.writes_twice else 1)
+            current += torch.outer((value - current @ key) * share, key)
             found = current @ query * heads.key_dim**-0.5
         if position >= start:
             out[position - start] = found
@@ -210,7 +231,8 @@ def _go_on(
         recent[position % ring, : heads.own + heads.gates] = rows[position - start]
     if not heads.is_state_space:
         out *= torch.rsqrt(out.square().mean(dim=1, keepdim=True) + _of(weights.eps)) * _of(weights.norm)
-    return (out * F.silu(gate.to(number))).to(rows.dtype)
+    gated = torch.sigmoid(gate.to(number)) if heads.forgets_by_channel else F.silu(gate.to(number))
+    return (out * gated).to(rows.dtype)
 
 
 def _of(weight: Tensor | None) -> Tensor:

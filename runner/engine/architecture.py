@@ -137,10 +137,8 @@ class Architecture:
                 name, rows = f"layers.{layer}.self_attn", own.qkv_rows
                 both = {f"{name}.{part}_proj": rows[f"self_attn.{part}_proj"] for part in "kv"}
                 fused[f"{name}.k_proj"] = Fused(parts=both, is_repeated=True)
-        if self.latent is not None:
-            return {**fused, **self.latent.fused_tensors}
-        for recurrent in (self.delta, self.convs):
-            fused |= {} if recurrent is None else recurrent.fused_tensors
+        for shapes in (self.latent, self.delta, self.convs):
+            fused |= {} if shapes is None else shapes.fused_tensors
         return fused
 
     @property
@@ -240,7 +238,7 @@ def read_architecture(config: Any) -> Architecture | None:
         norms_values=family.norms_values,
         has_layer_scales=family.has_layer_scales,
         per_layer=read_per_layer_shapes(config, family),
-        latent=read_latent_shapes(config) if family.is_latent else None,
+        latent=read_latent_shapes(config, family) if family.is_latent else None,
         mixes=mixes(config, family),
         has_mlp=has_mlp(config, family),
     )

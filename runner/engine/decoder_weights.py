@@ -89,6 +89,5 @@ def _copy(target: WeightTarget, tensor: Any, name: str, source: ModelSource, sha
     part: Any = ...
     if dim is not None and shard.size > 1:
         rows = target.shape[dim]
-        own = slice(shard.rank * rows, (shard.rank + 1) * rows)
-        part = own if dim == 0 else (slice(None), own)
+        part = (*[slice(None)] * dim, slice(shard.rank * rows, (shard.rank + 1) * rows))
     fill_weight(target, tensor, name, source, part=part, shard=shard)

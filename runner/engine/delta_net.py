@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.reference.gated_delta import DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaRows, DeltaStates, DeltaWeights
 from runner.engine.architecture import Architecture
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.kv_cache import PagedKVCache
@@ -23,6 +23,8 @@ from runner.engine.shard import Shard
 
 
 class GatedDeltaNet(RecurrentMixer):
+    gates_are_whole = False  # in every rank
+
     def __init__(
         self,
         arch: Architecture,
@@ -39,7 +41,7 @@ class GatedDeltaNet(RecurrentMixer):
             num_key_heads=shard.split(whole.num_key_heads, arch.delta.keys.num_key_heads),
             num_value_heads=shard.split(whole.num_value_heads, arch.delta.keys.num_value_heads),
         )
-        self.block, has_biases = arch.delta.block, arch.delta.has_biases
+        self.shapes, has_biases = arch.delta, arch.delta.has_biases
         self.in_proj = ColumnParallelLinear(
             arch.hidden_size,
             arch.delta.projected_rows,
@@ -50,12 +52,16 @@ class GatedDeltaNet(RecurrentMixer):
         )
         # Few rows, and what they say is taken to the power of e: never quantized.
         self.gates_proj = ColumnParallelLinear(
-            arch.hidden_size, arch.delta.gate_rows, bias=has_biases, shard=shard, dtype=dtype
+            arch.hidden_size,
+            arch.delta.gate_rows,
+            bias=has_biases,
+            shard=Shard() if self.gates_are_whole else shard,
+            dtype=dtype,
         )
         self.out_proj = RowParallelLinear(
             whole.values,
             arch.hidden_size,
-            f"{self.block}.out_proj",
+            arch.delta.out_proj,
             bias=has_biases,
             shard=shard,
             dtype=dtype,
@@ -66,7 +72,7 @@ class GatedDeltaNet(RecurrentMixer):
             convolution=torch.empty(whole.taps, self.heads.convolved, dtype=dtype),
             bias=torch.empty(self.heads.convolved, dtype=dtype) if arch.delta.has_convolution_bias else None,
             a_log=torch.empty(self.heads.num_value_heads),
-            dt_bias=torch.empty(self.heads.num_value_heads),
+            dt_bias=torch.empty(self.heads.num_value_heads * self.heads.forgotten),
             **self.weights_of_results(arch),
         )
 
@@ -80,9 +86,14 @@ class GatedDeltaNet(RecurrentMixer):
         assert isinstance(states, DeltaStates) and segments is not None, (
             "a launch of a tree has no states to go on from"
         )
-        mixed, gates = self.in_proj(hidden, batch.linear_tile), self.gates_proj(hidden, batch.linear_tile)
-        found = gated_delta(mixed, gates, segments, states, self.weights, self.heads)
+        found = gated_delta(self.projected(hidden, batch.linear_tile), segments, states, self.weights, self.heads)
         return self.out_proj.in_parts(self.normed(found), batch.linear_tile)
+
+    def projected(self, hidden: torch.Tensor, tile: int | None) -> DeltaRows:
+        heads = self.heads
+        mixed, gate = self.in_proj(hidden, tile).split_with_sizes((heads.convolved, heads.values), dim=1)
+        *written, forgotten = self.gates_proj(hidden, tile).chunk(heads.gates, dim=1)
+        return DeltaRows(mixed=mixed, gate=gate, forgotten=forgotten, written=written[0] if written else None)
 
     def normed(self, found: torch.Tensor) -> torch.Tensor:
         """What heads find [num_rows, values], which may be overwritten; here each has normed its own."""
@@ -96,11 +107,11 @@ class GatedDeltaNet(RecurrentMixer):
         return [self.in_proj, self.gates_proj, self.out_proj]
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        weights, own = self.weights, f"{prefix}{self.block}."
+        weights, own = self.weights, f"{prefix}{self.shapes.block}."
         targets = {
-            f"{own}A_log": WeightTarget(view=weights.a_log, shard_dim=0),
+            f"{own}A_log": self.target_of_a_log(),
             f"{own}dt_bias": WeightTarget(view=weights.dt_bias, shard_dim=0),
-            **self.targets_of_results(own),
+            **self.targets_of_results(prefix),
         }
         of_channels = {"weight": weights.convolution.t().unsqueeze(1)}  # [convolved, 1, taps]
         if weights.bias is not None:
@@ -113,7 +124,9 @@ class GatedDeltaNet(RecurrentMixer):
             targets |= product.weight_targets(prefix)
         return targets
 
-    def targets_of_results(self, own: str) -> dict[str, WeightTarget]:
-        """own: the prefix of its tensors."""
+    def target_of_a_log(self) -> WeightTarget:
+        return WeightTarget(view=self.weights.a_log, shard_dim=0)
+
+    def targets_of_results(self, prefix: str) -> dict[str, WeightTarget]:
         assert self.weights.norm is not None
-        return {f"{own}norm.weight": WeightTarget(view=self.weights.norm)}
+        return {f"{prefix}{self.shapes.norm}.weight": WeightTarget(view=self.weights.norm)}

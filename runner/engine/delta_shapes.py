@@ -1,4 +1,4 @@
-"""Shapes of gated delta nets and of Mamba-2's layers, and how checkpoints hold their projections together."""
+"""Shapes of gated delta nets, of what was made of them, and of Mamba-2's layers; and how checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.engine.fused_tensors import Fused
 class DeltaShapes:
     """What stands in place of layers' attention, and keeps a memory."""
 
-    layout: DeltaLayout  # how tensors hold projections together
+    layout: DeltaLayout  # how tensors hold projections together, or that each lies apart
     heads: DeltaHeads  # of all ranks
     in_layers: tuple[bool, ...]  # of each layer; the others attend
     keys: StateKeys
@@ -26,29 +26,56 @@ class DeltaShapes:
     @property
     def block(self) -> str:
         """Its name in the checkpoint, within a layer."""
-        return "mamba" if self.layout == "mamba" else "linear_attn"
+        return {"mamba": "mamba", "kimi": "self_attn"}.get(self.layout, "linear_attn")
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each matrix has a tensor of its own."""
+        return self.layout == "kimi"
+
+    def projection(self, name: str) -> str:
+        """The name of a matrix, within a layer."""
+        return f"{self.block}.{name}_proj" if self.is_apart else f"{self.block}.in_proj_{name}"
+
+    @property
+    def out_proj(self) -> str:
+        return f"{self.block}.{'o_proj' if self.is_apart else 'out_proj'}"
+
+    @property
+    def norm(self) -> str:
+        return f"{self.block}.{'o_norm' if self.is_apart else 'norm'}"
 
     @property
     def projected_rows(self) -> dict[str, int]:
-        """Rows of the matrices that give queries, keys, values and what gates the norm, by name."""
+        """Rows of the matrices that give queries, keys, values and what gates results, by name; the last unless that
+        takes two of them (`gate_rows`)."""
         keys, values = self.heads.keys, self.heads.values
-        rows = {"q": keys, "k": keys, "v": values, "z": values}
-        return {f"{self.block}.in_proj_{name}": count for name, count in rows.items()}
+        rows = {"q": keys, "k": keys, "v": values, **({} if self.layout == "kimi" else {"z": values})}
+        return {self.projection(name): count for name, count in rows.items()}
 
     @property
     def gate_rows(self) -> dict[str, int]:
-        """Rows of the matrices that say how much is written, where that is said, and how much is forgotten."""
-        names = "a" if self.heads.is_state_space else "ba"
-        return {f"{self.block}.in_proj_{name}": self.heads.num_value_heads for name in names}
+        """Rows of the matrices that say how much is written, where that is said, and how much is forgotten.
+
+        Kimi's say what is forgotten, and what gates results, by two matrices each, the first of which is here.
+        """
+        heads, count = self.heads, self.heads.num_value_heads
+        rows = {"a": count} if heads.is_state_space else {"b": count, "a": count}
+        if self.layout == "kimi":
+            rows = {"f_a": heads.key_dim, "g_a": heads.value_dim, "b": count}
+        return {self.projection(name): own for name, own in rows.items()}
 
     @property
     def convolved_rows(self) -> dict[str, int]:
         """Channels of the convolution over queries, keys and values."""
-        keys, values = self.heads.keys, self.heads.values
-        return {f"{self.block}.conv1d_q": keys, f"{self.block}.conv1d_k": keys, f"{self.block}.conv1d_v": values}
+        form = "{}.{}_conv1d" if self.is_apart else "{}.conv1d_{}"
+        rows = {"q": self.heads.keys, "k": self.heads.keys, "v": self.heads.values}
+        return {form.format(self.block, name): count for name, count in rows.items()}
 
     @property
     def fused_tensors(self) -> Mapping[str, Fused]:
+        if self.is_apart:
+            return {}
         if self.layout == "mamba":  # z, x, B, C, dt
             rows = self.projected_rows | self.gate_rows
             return {
@@ -97,6 +124,7 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
             value_dim=value_dim,
             taps=taps,
             is_state_space=layout == "mamba",
+            forgets_by_channel=layout == "kimi",
         ),
         in_layers=tuple(kind in IN_PLACE_OF_ATTENTION for kind in config.layer_types),
         has_biases=bool(getattr(config, keys.biases, False)),

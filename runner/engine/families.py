@@ -16,6 +16,9 @@ OF_DELTA_NETS = StateKeys(
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+OF_KIMI = StateKeys(
+    *("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim")
+)
 OF_GRANITE = StateKeys(
     *("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     biases="mamba_proj_bias",
@@ -186,6 +189,20 @@ FAMILIES = {
     "hunyuan_v1_moe": Family(**_HUNYUAN, experts=mixtures.HUNYUAN),
     "hy_v3": Family(output_bias="attention_bias", qk_norm=True, fixed_values={"mlp_bias": False}, experts=mixtures.HY),
     "internlm3": Family(**_LLAMA),
+    "kimi_linear": Family(
+        output_bias="attention_bias",
+        is_latent=True,
+        has_rope=False,
+        delta_nets="kimi",
+        state_keys=OF_KIMI,
+        fixed_values={
+            "mla_use_nope": True,
+            "moe_layer_freq": 1,
+            "moe_router_activation_func": "sigmoid",
+            "use_grouped_topk": True,
+        },
+        experts=mixtures.KIMI,
+    ),
     "kimi_k2": Family(**_LATENT, experts=mixtures.DEEPSEEK),
     "iquestcoder": Family(**_LLAMA),
     "laguna": Family(

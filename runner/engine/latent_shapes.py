@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import UserError
+from runner.engine.family import Family
 from runner.engine.fused_tensors import Fused
 from runner.engine.rope import HeadLayout
 
@@ -66,7 +67,7 @@ class LatentShapes:
         }
 
 
-def read_latent_shapes(config: Any) -> LatentShapes:
+def read_latent_shapes(config: Any, family: Family) -> LatentShapes:
     """From a transformers config; raises UserError for sizes that cannot be."""
     of = f"of a {config.model_type} checkpoint must be"
     for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
@@ -75,11 +76,8 @@ def read_latent_shapes(config: Any) -> LatentShapes:
             continue
         if size is None or size < 1:
             raise UserError(f"{key} {of} >= 1, got {size}; mend its config")
-    turned = config.qk_rope_head_dim
-    part = float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
-    if int(config.head_dim * part) != turned:  # which transformers' rotations are made for
-        of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
-        raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")
+    if family.has_rope:
+        _require_size_of_turned(config, of)
     return LatentShapes(
         num_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank,
@@ -90,10 +88,18 @@ def read_latent_shapes(config: Any) -> LatentShapes:
     )
 
 
+def _require_size_of_turned(config: Any, of: str) -> None:
+    """Raises UserError unless transformers' rotations are made for it."""
+    turned, part = config.qk_rope_head_dim, float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
+    if int(config.head_dim * part) != turned:
+        of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
+        raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")
+
+
 def latent_scale(config: Any) -> float:
     """Of the logits. A rope that extends texts says how much steeper they become (YaRN, arXiv 2309.00071)."""
     scale = math.sqrt(1.0 / (config.qk_nope_head_dim + config.qk_rope_head_dim))
-    parameters = config.rope_parameters
+    parameters = getattr(config, "rope_parameters", None) or {}
     steepness, factor = float(parameters.get("mscale_all_dim") or 0.0), float(parameters.get("factor") or 1.0)
     if parameters.get("rope_type", "default") != "default" and factor > 1.0:
         scale *= (0.1 * steepness * math.log(factor) + 1.0) ** 2

@@ -17,8 +17,10 @@ from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
 from runner.engine.experts import Experts
 from runner.engine.families import FAMILIES
+from runner.engine.family import DeltaLayout
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.grouped_query_attention import GroupedQueryAttention
+from runner.engine.kimi_delta import KimiDeltaAttention
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.latent_attention import LatentAttention
 from runner.engine.linear import ColumnParallelLinear, WeightTarget
@@ -33,6 +35,9 @@ from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
 from runner.engine.short_conv import ShortConv
 from runner.engine.state_space import StateSpace
+
+# Of layouts whose nets are others.
+DELTA_NETS: dict[DeltaLayout, type[GatedDeltaNet]] = {"kimi": KimiDeltaAttention, "mamba": StateSpace}
 
 
 class DecoderLayer:
@@ -70,7 +75,7 @@ class DecoderLayer:
         if not arch.mixes[layer]:
             self.mixer = NoMixer()
         elif arch.delta is not None and arch.delta.in_layers[layer]:
-            kind = StateSpace if arch.delta.heads.is_state_space else GatedDeltaNet
+            kind = DELTA_NETS.get(arch.delta.layout, GatedDeltaNet)
             self.mixer = kind(arch, layer, shard, dtype, quantization=quantization)
         elif arch.convs is not None and arch.convs.in_layers[layer]:
             self.mixer = ShortConv(arch, layer, shard, dtype, quantization=quantization)

@@ -163,6 +163,13 @@ MIXTRAL = Mixture(
     size_key="intermediate_size",
 )
 MINIMAX = replace(MIXTRAL, router_digits="of checkpoint", scores="sigmoid", corrections="e_score_correction_bias")
+KIMI = replace(
+    DEEPSEEK,
+    block=MIXTRAL.block,
+    projections=MIXTRAL.projections,
+    count_key="num_local_experts",
+    layers="by_type",
+)
 
 OLMO = Mixture(block="mlp", size_key="intermediate_size", is_normalized="norm_topk_prob")
 

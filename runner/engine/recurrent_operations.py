@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.recurrent_segments import RecurrentSegments
-from kernels.reference.gated_delta import DeltaHeads, DeltaStates, DeltaWeights
+from kernels.reference.gated_delta import DeltaHeads, DeltaRows, DeltaStates, DeltaWeights
 from kernels.reference.gated_delta import gated_delta as gated_delta_in_torch
 from kernels.reference.short_conv import ConvStates, ConvWeights
 from kernels.reference.short_conv import short_conv as short_conv_in_torch
@@ -13,23 +13,22 @@ from runner.engine.backend import is_compiled, runs_kernels
 
 
 def gated_delta(
-    mixed: torch.Tensor,  # [num_rows, convolved + values]
-    gates: torch.Tensor,  # [num_rows, heads.gates * num_value_heads]
+    rows: DeltaRows,
     segments: RecurrentSegments,
     states: DeltaStates,
     weights: DeltaWeights,
     heads: DeltaHeads,
 ) -> torch.Tensor:  # [num_rows, values]
     """Compute rows of a gated delta net and move its states on (kernels/reference/gated_delta.py)."""
-    if is_compiled(mixed):
+    if is_compiled(rows.mixed):
         from kernels.cpu.gated_delta import gated_delta as on_cpu
 
-        return on_cpu(mixed, gates, segments, states, weights, heads)
-    if not runs_kernels(mixed):
-        return gated_delta_in_torch(mixed, gates, segments, states, weights, heads)
+        return on_cpu(rows, segments, states, weights, heads)
+    if not runs_kernels(rows.mixed):
+        return gated_delta_in_torch(rows, segments, states, weights, heads)
     from kernels.gated_delta import gated_delta as kernel
 
-    return kernel(mixed, gates, segments, states, weights, heads)
+    return kernel(rows, segments, states, weights, heads)
 
 
 def short_conv(

@@ -32,9 +32,9 @@ class StateSpace(GatedDeltaNet):
             norm_in_place(own, weight, self._eps)
         return found
 
-    def targets_of_results(self, own: str) -> dict[str, WeightTarget]:
+    def targets_of_results(self, prefix: str) -> dict[str, WeightTarget]:
         assert self.weights.skip is not None
         return {
-            f"{own}D": WeightTarget(view=self.weights.skip, shard_dim=0),
-            f"{own}norm.weight": WeightTarget(view=self._norm, shard_dim=0),
+            f"{prefix}{self.shapes.block}.D": WeightTarget(view=self.weights.skip, shard_dim=0),
+            f"{prefix}{self.shapes.norm}.weight": WeightTarget(view=self._norm, shard_dim=0),
         }

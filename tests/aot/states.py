@@ -5,9 +5,11 @@ from __future__ import annotations
 from tests.aot.kernel import OVERLAPS, Kernel
 
 HEADS_OF_DELTA_NET = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "ROW": 392}
-HEADS_OF_DELTA_NET |= {"IS_STATE_SPACE": False, "bias_ptr": None, "skip_ptr": None}
+HEADS_OF_DELTA_NET |= {"IS_STATE_SPACE": False, "BY_CHANNEL": False, "bias_ptr": None, "skip_ptr": None}
+HEADS_OF_KIMI = {**HEADS_OF_DELTA_NET, "NUM_KEY_HEADS": 32, "BY_CHANNEL": True, "ROW": 520}
 HEADS_OF_STATE_SPACE = {"NUM_KEY_HEADS": 1, "NUM_VALUE_HEADS": 64, "VALUE_DIM": 64, "VALUE_BLOCK": 64, "ROW": 328}
-HEADS_OF_STATE_SPACE |= {"IS_STATE_SPACE": True, "norm_ptr": None, "eps_ptr": None}
+HEADS_OF_STATE_SPACE |= {"IS_STATE_SPACE": True, "BY_CHANNEL": False}
+HEADS_OF_STATE_SPACE |= dict.fromkeys(("written_ptr", "norm_ptr", "eps_ptr"))
 
 STATES = [
     # Qwen3.8-27B's DFlash 2 head: in steps of equal rows, as a launch in parts counts them, and behind partial sums.
@@ -36,17 +38,18 @@ STATES = [
             ("fp32", False, 2),
         )
     ),
-    # Qwen3.5-9B and Granite 4 H: in steps of equal rows, and as a launch of prompts counts them.
+    # Qwen3.5-9B, Granite 4 H and Kimi Linear: in steps of equal rows, and as a launch of prompts counts them.
     *(
         Kernel(
             module="kernels.gated_delta",
             name="gated_delta_kernel",
-            signature=f"*{dtype}:16 *{dtype}:16 *{dtype}:16{' *i64' * (5 if counted else 3)} "
-            f"*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16 *fp32:16 *fp32:16 "
-            f"*{dtype if constants['IS_STATE_SPACE'] else 'fp32'}:16 *fp32:16 i32:16 i32:16 i32 i32 i32 i32",
+            signature=f"{f'*{dtype}:16 ' * (4 if constants['IS_STATE_SPACE'] else 5)}"
+            f"{'*i64 ' * (5 if counted else 3)}*fp32:16 *{dtype}:16 *i64:16 *{dtype}:16 *fp32:16 *fp32:16 "
+            f"*{dtype if constants['IS_STATE_SPACE'] else 'fp32'}:16 *fp32:16 {'i32:16 ' * 4}i32 i32 i32 i32",
             constants={
                 **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
                 **constants,
+                "WRITES_TWICE": False,
                 "KEY_DIM": 128,
                 "KEY_BLOCK": 128,
                 "TAPS": 4,
@@ -55,7 +58,7 @@ STATES = [
             options={"num_warps": constants["VALUE_DIM"] // 16},
             max_shared=16384,
         )
-        for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE)
+        for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE, HEADS_OF_KIMI)
         for dtype in ("bf16", "fp16", "fp32")
         for counted in (False, True)
     ),
