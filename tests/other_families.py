@@ -20,7 +20,7 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 6.0,
 }
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h")
+WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "olmo_hybrid")
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "laguna", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -153,6 +153,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8,
             "llama_4_scaling_beta": 0.5,
         },
+    },
+    # Norms in front of a state, which may be reversed, and behind what attends and turns nothing.
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "rope_parameters": None,
+        "pad_token_id": 0,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn
     # Behind a dense layer experts that are chosen by corrected scores, and one that all rows go to.

@@ -59,6 +59,14 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
     "time_step_min": 1e-30,  # which transformers alone cuts prompts' steps off at, and not those of single tokens
 }
+OLMO: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "rope_parameters": None,
+    "pad_token_id": 0,
+}
 # name -> (family, options)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("kimi_linear", KIMI),
@@ -118,6 +126,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {**NEMOTRON, "layers_block_type": ["mlp", "attention", "mamba"], "mlp_bias": True, "use_bias": True}
         | {"use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1, "conv_kernel": 3},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", OLMO),
+    "olmo_hybrid, turned, heads share keys, written once, tied": (
+        "olmo_hybrid",
+        {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "linear_allow_neg_eigval": False}
+        | {
+            "linear_num_key_heads": 2,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+            "linear_value_head_dim": 12,
+        },
     ),
     "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
     "qwen3_5_text, tied, as many key heads, another convolution": (

@@ -51,6 +51,7 @@ BFLOAT16 = (
     "nemotron_h",
     "nemotron_h, experts over a latent",
     "olmo3",
+    "olmo_hybrid",
     "phi3",
     "qwen2, tied",
     "qwen3",

@@ -98,6 +98,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "deepseek_v3, queries at once, values wider than keys",
         "kimi_linear",
         "olmo2",
+        "olmo_hybrid, turned, heads share keys, written once, tied",
         "minimax_m2",
         "llama4_text",
         "nemotron_h",

@@ -292,7 +292,7 @@ def test_mimos_published_config_is_read_as_qwen2s() -> None:
 
 
 def test_a_hybrid_target_of_others_is_told_that_its_state_cannot_roll_back_yet(tmp_path: Path) -> None:
-    edit = {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"], **SHAPE}
+    edit = {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"], **SHAPE}
     (tmp_path / "config.json").write_text(json.dumps({**edit, "num_hidden_layers": 2}))
     message = refusal(tmp_path)
     assert "linear_attention" in message and "cannot roll back yet what rejected drafts, MTP's" in message

@@ -174,7 +174,7 @@ def test_what_layers_with_states_and_gated_attention_multiply_by_is_what_the_che
         if LAYOUTS[name].held is not None:
             # What is never quantized, and queries and keys, of whose heads a part turns.
             if isinstance(layer.mixer, GatedDeltaNet):
-                assert is_dense == [False, True, False, *[True] * (len(is_dense) - 3)]
+                assert is_dense == [False, *[True] * (len(is_dense) - 2), False]
             elif family.startswith("qwen3"):
                 assert is_dense == [True, False, False]
             else:

@@ -230,8 +230,8 @@ def dummy_source(model_type: str, **options: Any) -> ModelSource:
 # What is refused -> (source, words of the reason and the remedy)
 REFUSALS: dict[str, tuple[ModelSource, str]] = {
     "linear attention": (
-        dummy_source("olmo_hybrid"),
-        r"model\.model=a-olmo_hybrid: model_type 'olmo_hybrid' has layers of type linear_attention, whose state is no "
+        dummy_source("minimax", layer_types=["linear_attention", "full_attention"]),
+        r"model\.model=a-minimax: model_type 'minimax' has layers of type linear_attention, whose state is no "
         r"key-value cache and cannot roll back yet what rejected drafts, MTP's or any other's, left in it; "
         r"choose a model of attention layers only",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.segment import Segment
 from runner.engine.tile_shape import TileShape
+from tests.edit_tensors import edit_tensors
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -81,7 +83,19 @@ def random_model(config: Any, auto_class: Any = None) -> Any:
 
 def save(model: Any, directory: Path, **options: Any) -> ModelSource:
     model.save_pretrained(directory, **options)
+    if model.config.model_type == "olmo_hybrid":
+        edit_tensors(directory, partial(_split_convolutions, model.config))
     return ModelSource(model=str(directory))
+
+
+def _split_convolutions(config: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """As they are published; transformers saves three parts of one size, whatever sizes they have."""
+    sizes = [config.linear_num_key_heads * config.linear_key_head_dim] * 2
+    sizes += [config.linear_num_value_heads * config.linear_value_head_dim]
+    for first in [name for name in tensors if name.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        tensors.update(zip(names, map(torch.clone, whole.split(sizes)), strict=True))
 
 
 def saved_model(directory: Path, dtype: torch.dtype) -> Any:

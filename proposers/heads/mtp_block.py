@@ -168,7 +168,7 @@ def block_architecture(arch: Architecture, hf_config: Any, kind: str | None) -> 
         one.layer_types, one.num_hidden_layers = [kind], 1
         (window,), (rope,) = sliding_windows(one, family), ropes(one, family)
     # One thing each are layers of some targets, of which a block has two.
-    norms = arch.norms
+    norms = arch.norms[-1]
     if family.has_blocks:
         norms = replace(norms, before_mlp=PRE_NORMS.before_mlp)
     experts = arch.experts
@@ -180,7 +180,7 @@ def block_architecture(arch: Architecture, hf_config: Any, kind: str | None) -> 
         heads=(replace(arch.heads[-1], kv_layer=None),),
         sliding_windows=(window,),
         ropes=(rope,),
-        norms=norms,
+        norms=(norms,),
         experts=experts,
         delta=None,
         mixes=(True,),

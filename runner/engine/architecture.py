@@ -20,7 +20,7 @@ from runner.engine.family import Family, NormNames, is_told, named, stated
 from runner.engine.fused_tensors import Fused
 from runner.engine.head_shapes import HeadShapes, read_head_shapes
 from runner.engine.latent_shapes import LatentShapes, latent_scale, read_latent_shapes
-from runner.engine.layer_kinds import MLP_BLOCKS, attention_chunks, has_mlp, mixes, ropes, sliding_windows
+from runner.engine.layer_kinds import MLP_BLOCKS, attention_chunks, has_mlp, mixes, norm_names, ropes, sliding_windows
 from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipliers
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import RopeKey
@@ -51,7 +51,7 @@ class Architecture:
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     attention_chunks: tuple[int | None, ...]  # per layer: of how many tokens; None: it is not cut
     ropes: tuple[RopeKey | None, ...]  # per layer: which of the config's rotations, None = none (SmolLM3)
-    norms: NormNames
+    norms: tuple[NormNames, ...]  # per layer
     norms_add_one: bool  # to their weights (Gemma)
     norms_round_last: bool  # Family.norms_round_last
     activation: Activation
@@ -216,7 +216,7 @@ def read_architecture(config: Any) -> Architecture | None:
         sliding_windows=sliding_windows(config, family),
         attention_chunks=attention_chunks(config, family),
         ropes=ropes(config, family),
-        norms=family.norms,
+        norms=norm_names(config, family),
         norms_add_one=family.norms_add_one,
         norms_round_last=family.norms_round_last,
         activation=family.activation,

@@ -1,6 +1,7 @@
 """Names of the tensors of Nemotron-H's backbone, whose layers are one thing each, and of LFM2, as others have them.
 
-And of a Kimi Linear's dense layers that transformers has saved, which it then names as the experts of the others.
+And of norms of OLMo Hybrid's layers with states, and of Kimi Linear's dense layers, which transformers saves by the
+name of the others' experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
+_OLMO = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 _DENSE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 # Of a multi-token-prediction module, whose two layers are what another's one block is.
 _MTP_NORM = "mtp.layers.0.enorm.weight"  # in no other layout, and dense in every checkpoint
@@ -57,7 +59,7 @@ def _replaced(parts: Mapping[str, str], name: str) -> str:
 def _name(name: str) -> str:
     own = name.removeprefix("backbone.")
     if own == name:
-        return _DENSE.sub(r"\1.mlp.\2.", name)
+        return _DENSE.sub(r"\1.mlp.\2.", _replaced(_OLMO, name))
     first, _, rest = own.partition(".")
     if first in _BESIDE_LAYERS:
         return f"model.{_BESIDE_LAYERS[first]}.{rest}"

@@ -73,12 +73,12 @@ class GatedDeltaNet(RecurrentMixer):
             bias=torch.empty(self.heads.convolved, dtype=dtype) if arch.delta.has_convolution_bias else None,
             a_log=torch.empty(self.heads.num_value_heads),
             dt_bias=torch.empty(self.heads.num_value_heads * self.heads.forgotten),
-            **self.weights_of_results(arch),
+            **self.weights_of_results(),
         )
 
-    def weights_of_results(self, arch: Architecture) -> dict[str, torch.Tensor]:
+    def weights_of_results(self) -> dict[str, torch.Tensor]:
         """Fields of DeltaWeights: of what is done to what a head finds."""
-        eps = torch.tensor(arch.rms_norm_eps, dtype=torch.float32)
+        eps = torch.tensor(self.shapes.norm_eps, dtype=torch.float32)
         return {"norm": torch.empty(self.heads.value_dim), "eps": eps}
 
     def __call__(self, hidden: torch.Tensor, rope: RopeRows | None, batch: ForwardBatch, cache: PagedKVCache) -> Rows:
@@ -103,8 +103,12 @@ class GatedDeltaNet(RecurrentMixer):
         return DeltaStates.empty(self.heads, num_slots, num_uncertain, dtype, device)
 
     @property
+    def projections(self) -> list[ColumnParallelLinear]:
+        return [self.in_proj, self.gates_proj]
+
+    @property
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.in_proj, self.gates_proj, self.out_proj]
+        return [*self.projections, self.out_proj]
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         weights, own = self.weights, f"{prefix}{self.shapes.block}."

@@ -20,6 +20,7 @@ class DeltaShapes:
     heads: DeltaHeads  # of all ranks
     in_layers: tuple[bool, ...]  # of each layer; the others attend
     keys: StateKeys
+    norm_eps: float  # of results
     has_biases: bool  # of its projections
     has_convolution_bias: bool
 
@@ -31,11 +32,13 @@ class DeltaShapes:
     @property
     def is_apart(self) -> bool:
         """Whether each matrix has a tensor of its own."""
-        return self.layout == "kimi"
+        return self.layout in ("kimi", "olmo")
 
     def projection(self, name: str) -> str:
         """The name of a matrix, within a layer."""
-        return f"{self.block}.{name}_proj" if self.is_apart else f"{self.block}.in_proj_{name}"
+        if self.is_apart:
+            return f"{self.block}.{'g' if name == 'z' else name}_proj"
+        return f"{self.block}.in_proj_{name}"
 
     @property
     def out_proj(self) -> str:
@@ -97,6 +100,7 @@ class DeltaShapes:
         }
 
 
+OLMO_EPS = 1e-5  # of the norms of results, whatever the config says of the others
 IN_PLACE_OF_ATTENTION = ("linear_attention", "mamba")  # layer_types of a config
 
 
@@ -125,8 +129,10 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
             taps=taps,
             is_state_space=layout == "mamba",
             forgets_by_channel=layout == "kimi",
+            writes_twice=bool(getattr(config, keys.writes_twice, False)),
         ),
         in_layers=tuple(kind in IN_PLACE_OF_ATTENTION for kind in config.layer_types),
+        norm_eps=OLMO_EPS if layout == "olmo" else getattr(config, family.eps_key),
         has_biases=bool(getattr(config, keys.biases, False)),
         has_convolution_bias=bool(getattr(config, keys.convolution_bias, False)),
     )

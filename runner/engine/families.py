@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.reference.act_and_mul import ALPHA, LIMIT
 from runner.engine import mixtures
-from runner.engine.family import Family, NormNames, StateKeys
+from runner.engine.family import PRE_NORMS, Family, NormNames, StateKeys
 
 OF_DELTA_NETS = StateKeys(
     "linear_num_key_heads",
@@ -16,6 +16,7 @@ OF_DELTA_NETS = StateKeys(
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+OF_OLMO = OF_DELTA_NETS._replace(writes_twice="linear_allow_neg_eigval")
 OF_KIMI = StateKeys(
     *("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim")
 )
@@ -299,6 +300,13 @@ FAMILIES = {
     ),
     "olmo2": Family(**_LATER_OLMO),
     "olmo3": Family(**_LATER_OLMO, windows="by_layer"),
+    "olmo_hybrid": Family(
+        **_LATER_OLMO,
+        norms_in_place=PRE_NORMS,
+        is_rope_optional=True,
+        delta_nets="olmo",
+        state_keys=OF_OLMO,
+    ),
     "olmoe": Family(**_OLMO, fixed_values={"clip_qkv": None}, experts=mixtures.OLMO),
     "phi3": Family(qkv_bias=False, windows="one", is_rope_partial=True, fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, windows="by_layer"),

@@ -11,8 +11,8 @@ from kernels.reference.gate import GateFunction
 from runner.engine.mixture import Mixture
 
 # How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
-# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do. Kimi's have a tensor for each matrix.
-DeltaLayout = Literal["by_matrix", "by_key_head", "mamba", "kimi"]
+# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do. OLMo's and Kimi's have a tensor for each matrix.
+DeltaLayout = Literal["by_matrix", "by_key_head", "mamba", "olmo", "kimi"]
 
 
 class StateKeys(NamedTuple):
@@ -25,6 +25,7 @@ class StateKeys(NamedTuple):
     taps: str
     biases: str = ""  # of projections; "": there are none, as the next
     convolution_bias: str = ""
+    writes_twice: str = ""  # whether twice as much as a sigmoid says; "": it is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Family:
     windows: Literal["none", "one", "by_layer"] = "none"  # one: the config's for all layers
     has_chunks: bool = False  # layers of type chunked_attention see the config's attention_chunk_size at a time
     norms: NormNames = PRE_NORMS
+    norms_in_place: NormNames | None = None  # of layers that do not attend, where these have others
     norms_add_one: bool = False  # to their weights
     is_last_norm_plain: bool = False  # to the weight of the norm behind all layers nothing is added
     norms_round_last: bool = False  # their weights multiply what is not yet rounded
@@ -76,6 +78,7 @@ class Family:
     has_bases_by_layer: bool = False  # where it reads layer_rope_theta; else that says who turns
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
     has_rope: bool = True
+    is_rope_optional: bool = False  # where a config has no rope_theta nothing turns
     has_blocks: bool = False  # a layer is an attention, what stands in its place, an MLP or experts, as layer_types say
     eps_key: str = "rms_norm_eps"  # of the config
     reads: tuple[str, ...] = ()  # other keys of the config, which mean nothing to other families

@@ -13,7 +13,7 @@ import torch
 from kernels.reference.gated_delta import DeltaRows
 from runner.engine.architecture import Architecture
 from runner.engine.delta_net import GatedDeltaNet
-from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
+from runner.engine.linear import ColumnParallelLinear, WeightTarget
 from runner.engine.shard import Shard
 
 
@@ -44,8 +44,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         )
 
     @property
-    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [*super().products, self.forgotten_proj, self.gate_proj]
+    def projections(self) -> list[ColumnParallelLinear]:
+        return [*super().projections, self.forgotten_proj, self.gate_proj]
 
     def target_of_a_log(self) -> WeightTarget:
         return WeightTarget(view=self.weights.a_log.view(1, 1, -1, 1), shard_dim=2)

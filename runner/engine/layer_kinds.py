@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from runner.engine.delta_shapes import IN_PLACE_OF_ATTENTION
 from runner.engine.errors import UserError
-from runner.engine.family import Family, named, stated
+from runner.engine.family import Family, NormNames, named, stated
 from runner.engine.rope import ONE_ROPE, RopeKey
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types: layers that see all, or a window
@@ -24,7 +25,8 @@ def sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 
 
 def ropes(config: Any, family: Family) -> tuple[RopeKey | None, ...]:
-    if not family.has_rope:
+    is_optional = family.is_rope_optional and (config.rope_parameters or {}).get("rope_theta") is None
+    if not family.has_rope or is_optional:
         return (None,) * int(config.num_hidden_layers)
     _require_bases(config)
     if any(isinstance(value, dict) for value in config.rope_parameters.values()):
@@ -70,6 +72,14 @@ def attention_chunks(config: Any, family: Family) -> tuple[int | None, ...]:
     if not family.has_chunks:
         return (None,) * int(config.num_hidden_layers)
     return tuple(config.attention_chunk_size if kind == "chunked_attention" else None for kind in config.layer_types)
+
+
+def norm_names(config: Any, family: Family) -> tuple[NormNames, ...]:
+    if family.norms_in_place is None:
+        return (family.norms,) * int(config.num_hidden_layers)
+    return tuple(
+        family.norms_in_place if kind in IN_PLACE_OF_ATTENTION else family.norms for kind in config.layer_types
+    )
 
 
 def mixes(config: Any, family: Family) -> tuple[bool, ...]:

@@ -28,7 +28,7 @@ from runner.engine.mixer import Mixer, NoMixer
 from runner.engine.mlp import MLP, NoMLP
 from runner.engine.mlp_beside_experts import MLPBesideExperts
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows
+from runner.engine.operations import Rows, add
 from runner.engine.per_layer_inputs import PerLayerInput
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
@@ -57,7 +57,7 @@ class DecoderLayer:
         has_input_norm: bool = True,  # EAGLE's first layer has none
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
-        self._names = arch.norms
+        self._names = arch.norms[layer]
         names = self._names
         experts = arch.experts if arch.experts is not None and arch.experts.in_layers[layer] else None
         is_beside_mlp = experts is not None and experts.mixture.is_beside_mlp
@@ -264,6 +264,9 @@ def add_output(
     """(input of what comes next, the residual stream with the output added), all [num_rows, hidden]."""
     if next_norm is not None:
         return next_norm.add(output, residual, output_norm, scale)
-    assert output_norm is not None, "there is a norm on one side"
-    residual = output_norm.add_to(residual, output, scale)
+    if output_norm is not None:
+        residual = output_norm.add_to(residual, output, scale)
+        return residual, residual
+    assert scale is None, "of sums that something norms"
+    residual = add(output, residual)
     return residual, residual

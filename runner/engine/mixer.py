@@ -27,7 +27,8 @@ class Mixer(ABC):
 
     @property
     @abstractmethod
-    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]: ...
+    def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
+        """The last is that whose output is added to the residual stream."""
 
     @property
     @abstractmethod

@@ -21,9 +21,9 @@ class StateSpace(GatedDeltaNet):
     def __init__(self, arch: Architecture, layer: int, shard: Shard, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(arch, layer, shard, dtype, **options)
         self._norm = torch.empty(self.heads.values, dtype=dtype)
-        self._eps = torch.tensor(arch.rms_norm_eps, dtype=torch.float32)
+        self._eps = torch.tensor(self.shapes.norm_eps, dtype=torch.float32)
 
-    def weights_of_results(self, arch: Architecture) -> dict[str, torch.Tensor]:
+    def weights_of_results(self) -> dict[str, torch.Tensor]:
         return {"skip": torch.empty(self.heads.num_value_heads)}
 
     def normed(self, found: torch.Tensor) -> torch.Tensor:
