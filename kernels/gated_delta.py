@@ -78,6 +78,7 @@ def gated_delta_kernel(
     ROW: tl.constexpr,  # numbers that are kept of a token
     IS_STATE_SPACE: tl.constexpr,
     BY_CHANNEL: tl.constexpr,  # each of a key's is forgotten by itself
+    MOST_FORGOTTEN: tl.constexpr,  # or None
     WRITES_TWICE: tl.constexpr,  # as much as a sigmoid says
     OVERLAPS: tl.constexpr,  # with the launch before
 ):
@@ -151,7 +152,10 @@ def gated_delta_kernel(
         forgotten += tl.load(kept_gates + WRITTEN + channels, mask=is_channel & (position < start), other=0.0)
         x = forgotten.to(tl.float32) + dt_bias
         rate = softplus(x, exp(-tl.abs(x)))
-        memory *= exp(-forgets * rate)[None, :]
+        if MOST_FORGOTTEN is None:
+            memory *= exp(-forgets * rate)[None, :]
+        else:
+            memory *= exp(-MOST_FORGOTTEN / (1.0 + exp(-forgets * x)))[None, :]
         gate_row = gate_ptr + new_row * gate_stride + head * VALUE_DIM
         gate = tl.load(gate_row + value_columns, mask=is_value & is_new, other=0.0)
         if IS_STATE_SPACE:
@@ -257,6 +261,7 @@ def gated_delta(
             ROW=heads.row,
             IS_STATE_SPACE=heads.is_state_space,
             BY_CHANNEL=heads.forgets_by_channel,
+            MOST_FORGOTTEN=heads.most_forgotten,
             WRITES_TWICE=heads.writes_twice,
             OVERLAPS=overlaps,
             launch_pdl=overlaps,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tests.transformers_reference import INITIALIZER_RANGE, in_float64, random_model, save_tokenizer
+from tests.transformers_reference import INITIALIZER_RANGE, in_float64, random_model, save, save_tokenizer
 
 VOCAB_SIZE = 96
 HIDDEN_SIZE = 64
@@ -69,6 +69,14 @@ TARGETS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
+    },
+    # The module's block attends to latents, which are gated.
+    "bailing_hybrid": {
+        **{key: value for key, value in DEEPSEEK.items() if key not in ("n_routed_experts", "q_lora_rank")},
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
     },
     # The last layer, which the module's block is taken from, has an MLP.
     "ernie4_5_moe": {
@@ -176,7 +184,8 @@ LAYOUTS = {
         final_norm="final_layernorm",
         hidden_first=True,
     ),
-    # vllm/model_executor/models/hy_v3_mtp.py: cat(enorm(embedding), hnorm(state)); the target's head
+    # vllm/model_executor/models/hy_v3_mtp.py: cat(enorm(embedding), hnorm(state)); the target's head. So does Ling 3,
+    # as megatron/bridge/models/bailing/bailing_moe3_bridge.py names its tensors.
     "hy": Names(
         module=f"model.layers.{NUM_LAYERS}.",
         block=f"model.layers.{NUM_LAYERS}.",
@@ -229,6 +238,7 @@ PUBLISHED = (
     ("deepseek", "glm4_moe"),
     ("deepseek", "llama"),
     ("ernie", "ernie4_5_moe"),
+    ("hy", "bailing_hybrid"),
     ("hy", "hy_v3"),
     ("deepseek", "mistral"),
     ("mimo", "qwen2"),
@@ -324,7 +334,7 @@ def write(directory: Path, layout: str, model_type: str, **options: Any) -> Writ
     names = LAYOUTS[layout]
     family = model_type.partition(",")[0]
     model = random_model(AutoConfig.for_model(family, **{**SHAPE, **TARGETS[model_type]}))
-    model.save_pretrained(directory)
+    save(model, directory)
     save_tokenizer(directory, VOCAB_SIZE)
     values = json.loads((directory / "config.json").read_text())
     num_layers = NUM_LAYERS if layout != "nemotron" else len(model.model.layers) - 2

@@ -20,10 +20,31 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 6.0,
 }
 # A state follows one path of tokens, forwards: drafts are chains.
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "olmo_hybrid")
+WITH_STATES = (
+    *("qwen3_5_text", "granitemoehybrid", "bailing_hybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+)
 # Drafters attend in all layers, and have fewer of them than a config says of each.
 WITH_LLAMAS = (*WITH_STATES, "gemma4_text", "laguna", "llama4_text")
 FAMILIES: dict[str, dict[str, Any]] = {
+    # A state that no token makes forget much, below a latent whose heads are gated, and experts in groups.
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "pad_token_id": 0,
+    },
     # One latent of a token for all heads, and experts in groups.
     "deepseek_v3": {
         "model_type": "deepseek_v3",

@@ -45,6 +45,27 @@ KIMI: dict[str, Any] = {
     "use_grouped_topk": True,
     "moe_router_activation_func": "sigmoid",
 }
+LING = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rope_interleave": True,
+    "num_hidden_layers": 3,
+    "layer_group_size": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kda_lower_bound": -4.0,
+    "pad_token_id": 0,
+}
 NEMOTRON = {
     "head_dim": 24,
     "layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"],
@@ -69,6 +90,11 @@ OLMO: dict[str, Any] = {
 }
 # name -> (family, options)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_hybrid": ("bailing_hybrid", LING),
+    "bailing_hybrid, queries of a latent, not bounded, another convolution": (
+        "bailing_hybrid",
+        {**LING, "q_lora_rank": 20, "kda_safe_gate": False, "short_conv_kernel_size": 3, "n_group": 1, "topk_group": 1},
+    ),
     "kimi_linear": ("kimi_linear", KIMI),
     "kimi_linear, queries of a latent, experts in groups, fewer heads": (
         "kimi_linear",

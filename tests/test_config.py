@@ -49,7 +49,7 @@ MANDATORY["model/qwen3_0_6b"] = ["method=ngram"]  # no draft is smaller
 MANDATORY["model/gpt_oss_20b"] = ["method=eagle3"]  # nor of this vocabulary
 # Billions of weights.
 WITH_MTP = {"glm4_5_air": 106, "glm4_7_flash": 29, "ernie4_5_21b_a3b": 21, "qwen3_5_27b": 26, "qwen3_5_35b_a3b": 34}
-WITH_MTP |= {"nemotron3_5_lightning": 31, "nemotron3_super": 120}
+WITH_MTP |= {"ling3_flash": 124, "nemotron3_5_lightning": 31, "nemotron3_super": 120}
 MANDATORY |= {f"model/{preset}": ["method=mtp"] for preset in WITH_MTP}
 # Of language models alone, in billions; their drafters are checkpoints of their own.
 WITH_ASSISTANT = {"gemma4_e2b": 4, "gemma4_26b_a4b": 25}

@@ -31,6 +31,7 @@ from tests.transformers_reference import (
 
 BFLOAT16 = (
     "afmoe",
+    "bailing_hybrid",
     "deepseek_v3",
     "ernie4_5, biased, tied",
     "exaone4",

@@ -96,6 +96,7 @@ def test_row_shards_sum_to_the_whole_product_and_add_the_bias_once() -> None:
         "qwen3_5_moe_text",
         "deepseek_v3",
         "deepseek_v3, queries at once, values wider than keys",
+        "bailing_hybrid",
         "kimi_linear",
         "olmo2",
         "olmo_hybrid, turned, heads share keys, written once, tied",
@@ -120,7 +121,9 @@ def test_two_ranks_compute_together_what_one_computes_alone(variant: str, tmp_pa
 
     def compute(ranks: Ranks) -> torch.Tensor:
         own = load_model(source, device=CPU, dtype=torch.float32, max_model_len=None, shard=ranks.shard)
-        parts = 1 if variant.startswith(("deepseek", "kimi", "mistral4")) else 2  # latents are whole in every rank
+        parts = (
+            1 if variant.startswith(("bailing", "deepseek", "kimi", "mistral4")) else 2
+        )  # latents are whole in every rank
         assert [parts * width for width in own.model.kv_widths] == whole.model.kv_widths
         assert isinstance(own.model, Decoder) and own.model.lm_head.shape[0] == VOCAB_SIZE // 2
         assert torch.equal(own.model.whole_head(), whole.model.whole_head())

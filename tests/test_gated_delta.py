@@ -20,10 +20,11 @@ from kernels.reference.gated_delta import gated_delta as reference
 triton_ops = pytest.importorskip("kernels.gated_delta")
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4)
 FEW = DeltaHeads(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=4, taps=3)
-KINDS: dict[str, dict[str, bool]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "gated delta": {},
     "state space": {"is_state_space": True},
     "by channel": {"forgets_by_channel": True},
+    "bounded": {"forgets_by_channel": True, "most_forgotten": 5.0},
     "twice": {"writes_twice": True},
 }
 

@@ -115,8 +115,8 @@ def test_every_variant_that_engines_launch_compiles_for_hopper(
         patch.setattr(linear_plan, "MIN_STEPS", 1)
         in_parts = Engines()({"method": "eagle", "num_speculative_tokens": 2}, **{**GPU, "batch_invariant": True})
         complete(in_parts, PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
-    with_states = (OTHER_FAMILIES[name] for name in ("granitemoehybrid", "kimi_linear", "lfm2_moe", "olmo_hybrid"))
-    for own in (WITH_STATES_AND_EXPERTS, *with_states):
+    with_states = ("granitemoehybrid", "bailing_hybrid", "kimi_linear", "lfm2_moe", "olmo_hybrid")
+    for own in (WITH_STATES_AND_EXPERTS, *map(OTHER_FAMILIES.get, with_states)):
         states = {**GPU, "architecture": own}
         complete(Engines()(CASES["ngram_gpu"][0], **states), PROMPTS, [replace(DRAWN, max_tokens=4), SHORT])
     of_drafters = {**GPU["architecture"], **SELECTING}

@@ -21,6 +21,7 @@ from runner.engine.errors import UserError
 from runner.engine.rope import ONE_ROPE, HeadLayout, num_positions, rope_tables
 from runner.engine.transformers_model import TransformersModel
 from runner.llm import LLM
+from tests.edit_json import edit_json
 from tests.edit_tensors import edit_tensors
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer
 
@@ -65,10 +66,6 @@ def checkpoint(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path
         return Path(shutil.copytree(saved(model_type, **options), tmp_path / "checkpoint"))
 
     return copy
-
-
-def edit_json(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def refusal(source: ModelSource | Path, **options: Any) -> str:

@@ -24,6 +24,7 @@ from runner.engine.experts import Experts
 from runner.engine.memory import require_memory
 from runner.engine.mlp import MLP
 from runner.llm import LLM, SamplingParams
+from tests.edit_json import edit_json
 from tests.edit_tensors import edit_tensors
 from tests.mtp_checkpoints import HIDDEN_SIZE, NUM_LAYERS, SHAPE, VOCAB_SIZE, write
 from tests.transformers_reference import load
@@ -33,8 +34,7 @@ LAST = f"model.layers.{NUM_LAYERS}."
 
 
 def edit_config(directory: Path, **values: Any) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    edit_json(directory / "config.json", **values)
 
 
 def start(model: Path | str, head: Path | None = None, **options: Any) -> LLM:

@@ -27,6 +27,7 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.segment import Segment
 from runner.engine.tile_shape import TileShape
+from tests.edit_json import edit_json
 from tests.edit_tensors import edit_tensors
 
 CPU = torch.device("cpu")
@@ -85,6 +86,8 @@ def save(model: Any, directory: Path, **options: Any) -> ModelSource:
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         edit_tensors(directory, partial(_split_convolutions, model.config))
+    if model.config.model_type == "bailing_hybrid":  # by which transformers finds linear_head_dim, and saves another
+        edit_json(directory / "config.json", head_dim=model.config.linear_head_dim)
     return ModelSource(model=str(directory))
 
 

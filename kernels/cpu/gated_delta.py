@@ -13,11 +13,12 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.compiled import vectorized
 from kernels.cpu.convolution import add_tap, begin_with
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2
-from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.kernel import Kernel, arguments_of, bits_of
 from kernels.cpu.native import NUM_BYTES, floats, integers
 from kernels.cpu.recording import empty
 from kernels.cpu.softplus import softplus
@@ -37,6 +38,7 @@ Arguments = arguments_of(
     *("num_segments", "rows_each", "offset", "end_offset", "ring", "element_size"),
     *("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps", "row", "room_size"),
     "most_written",  # how many times as much as a sigmoid says
+    *("is_bounded", "most_forgotten"),  # the latter, if it is, as the bits of a float32
 )
 
 
@@ -135,6 +137,14 @@ def keep(kept: Any, forgotten: Any, bias: Any, forgets: Any) -> None:
         kept[index] = exp2(-forgets * softplus(widen(forgotten[index]) + bias[index]) * LOG2_E)
 
 
+@vectorized
+def keep_at_least(kept: Any, forgotten: Any, bias: Any, forgets: Any, most: Any) -> None:
+    """The same where no token makes a memory forget more."""
+    for index in range(len(kept)):
+        said = forgets * (widen(forgotten[index]) + bias[index])
+        kept[index] = exp2(-most / (ONE + exp2(-said * LOG2_E)) * LOG2_E)
+
+
 @cache
 def heads_go_on(element: Any, is_state_space: bool, forgets_by_channel: bool) -> Kernel:
     """Of rows of these elements."""
@@ -225,7 +235,10 @@ def heads_go_on(element: Any, is_state_space: bool, forgets_by_channel: bool) ->
                     row = recent[position % ring]
                     share, said = widen(row[own]), row[own + num_written : own + num_written + num_forgotten]
                 bias, forgets = dt_bias[head * num_forgotten : (head + 1) * num_forgotten], exp2(a_log[head] * LOG2_E)
-                keep(kept, said, bias, forgets)
+                if a.is_bounded:
+                    keep_at_least(kept, said, bias, forgets, float_of_bits(np.int32(a.most_forgotten)))
+                else:
+                    keep(kept, said, bias, forgets)
                 if is_state_space:
                     rate, skip = softplus(widen(said[0]) + bias[0]), floats(a.skip, 1, heads)[0, head]
                     add_on(current, query, key, value, kept[0], rate, skip)
@@ -306,6 +319,7 @@ def gated_delta(
         *(num_segments, segments.num_rows or 0, segments.offset, segments.end_offset, ring, out.element_size()),
         *(heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.taps, heads.row, room_size),
         2 if heads.writes_twice else 1,
+        *(heads.most_forgotten is not None, bits_of(heads.most_forgotten or 0.0)),
         parts=max(1, min(4 * threads, units)) if threads > 1 else 1,
     )
     return out

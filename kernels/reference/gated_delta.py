@@ -4,7 +4,8 @@ Follows Qwen3-Next and Qwen3.5: a short causal convolution and SiLU over queries
 unit length, and behind it a norm gated by SiLU. Everything between the projections and the result is float32.
 
 Kimi's delta attention (arXiv 2510.26692) forgets each channel of a key by as much as is said of that channel, where the
-gated delta rule has one number for a head; and a sigmoid gates what is behind its norm.
+gated delta rule has one number for a head; and a sigmoid gates what is behind its norm. Ling 3
+bounds what one token can make it forget.
 
 Mamba-2's state space (Dao and Gu, arXiv 2405.21060) is the same memory with less done to it: its C, B and x are
 queries, keys and values, of which a token's are written as they are, by as much as the memory forgets; x passes by the
@@ -41,6 +42,7 @@ class DeltaHeads:
     taps: int  # tokens that a convolution sees, the row's own included
     is_state_space: bool = False  # Mamba-2's
     forgets_by_channel: bool = False  # Kimi's: of keys
+    most_forgotten: float | None = None  # a token leaves exp(-most_forgotten) of a memory at least (Ling 3's)
     writes_twice: bool = False  # as much as a sigmoid says: what keys find may be reversed (OLMo Hybrid's)
 
     @property
@@ -105,7 +107,10 @@ class DeltaRows:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaWeights:
-    """Of one layer. A head, or a channel of it, forgets by exp(-exp(a_log) * softplus(a + dt_bias)) a token."""
+    """Of one layer. A token leaves exp(-exp(a_log) * softplus(a + dt_bias)) of a head's memory, or of a channel of it.
+
+    Where heads forget most_forgotten at most that is exp(-most_forgotten * sigmoid(exp(a_log) * (a + dt_bias))).
+    """
 
     convolution: Tensor  # [taps, convolved], of the rows' dtype, the row's own tap last
     a_log: Tensor  # [num_value_heads] float32
@@ -212,8 +217,11 @@ def _go_on(
         query, key, value = F.silu(total).split_with_sizes((heads.key_dim, heads.key_dim, heads.value_dim))
         gates = own[heads.own : heads.own + heads.gates].to(number)
         written, forgotten = gates.split_with_sizes((heads.gates - heads.forgotten, heads.forgotten))
-        rate = F.softplus(forgotten + weights.dt_bias[head * heads.forgotten : (head + 1) * heads.forgotten])
-        current *= torch.exp(-weights.a_log[head].exp() * rate)
+        said, by = forgotten + weights.dt_bias[head * heads.forgotten :][: heads.forgotten], weights.a_log[head].exp()
+        rate = F.softplus(said)
+        current *= torch.exp(
+            -by * rate if heads.most_forgotten is None else -heads.most_forgotten * torch.sigmoid(by * said)
+        )
         if heads.is_state_space:
             current += torch.outer(value * rate, key)
             found = current @ query + _of(weights.skip)[head] * value

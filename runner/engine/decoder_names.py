@@ -1,4 +1,4 @@
-"""Names of the tensors of Nemotron-H's backbone, whose layers are one thing each, and of LFM2, as others have them.
+"""Names of the tensors of Nemotron-H's backbone, whose layers are one thing each, and of others, as most have them.
 
 And of norms of OLMo Hybrid's layers with states, and of Kimi Linear's dense layers, which transformers saves by the
 name of the others' experts.
@@ -18,6 +18,12 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
+_LING_EMBEDDING = "model.word_embeddings.weight"
+_LING = {
+    "model.word_embeddings.": "model.embed_tokens.",
+    ".attention.": ".self_attn.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+}
 _OLMO = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 _DENSE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 # Of a multi-token-prediction module, whose two layers are what another's one block is.
@@ -44,8 +50,11 @@ _LFM2 = {
 
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named tensors of a checkpoint; those of a backbone and of LFM2 by the names of other decoders'."""
-    rename = partial(_replaced, _LFM2) if _LFM2_NORM in tensors else _name
+    """Named tensors of a checkpoint; those of a backbone, of LFM2 and of Ling by the names of other decoders'."""
+    rename = _name
+    for own, names in ((_LFM2_NORM, _LFM2), (_LING_EMBEDDING, _LING)):
+        if own in tensors:
+            rename = partial(_replaced, names)
     found = {rename(name): tensor for name, tensor in tensors.items()}
     return {_replaced(_MTP_BLOCK, name): own for name, own in found.items()} if _MTP_NORM in found else found
 

@@ -92,7 +92,8 @@ class GatedDeltaNet(RecurrentMixer):
     def projected(self, hidden: torch.Tensor, tile: int | None) -> DeltaRows:
         heads = self.heads
         mixed, gate = self.in_proj(hidden, tile).split_with_sizes((heads.convolved, heads.values), dim=1)
-        *written, forgotten = self.gates_proj(hidden, tile).chunk(heads.gates, dim=1)
+        sizes = [heads.num_value_heads * count for count in (heads.gates - heads.forgotten, heads.forgotten) if count]
+        *written, forgotten = self.gates_proj(hidden, tile).split_with_sizes(sizes, dim=1)
         return DeltaRows(mixed=mixed, gate=gate, forgotten=forgotten, written=written[0] if written else None)
 
     def normed(self, found: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,12 @@ class DeltaShapes:
     @property
     def block(self) -> str:
         """Its name in the checkpoint, within a layer."""
-        return {"mamba": "mamba", "kimi": "self_attn"}.get(self.layout, "linear_attn")
+        return {"mamba": "mamba", "kimi": "self_attn", "ling": "self_attn"}.get(self.layout, "linear_attn")
 
     @property
     def is_apart(self) -> bool:
         """Whether each matrix has a tensor of its own."""
-        return self.layout in ("kimi", "olmo")
+        return self.layout in ("olmo", "kimi", "ling")
 
     def projection(self, name: str) -> str:
         """The name of a matrix, within a layer."""
@@ -64,6 +64,8 @@ class DeltaShapes:
         """
         heads, count = self.heads, self.heads.num_value_heads
         rows = {"a": count} if heads.is_state_space else {"b": count, "a": count}
+        if self.layout == "ling":
+            rows = {"b": count, "f": heads.keys}
         if self.layout == "kimi":
             rows = {"f_a": heads.key_dim, "g_a": heads.value_dim, "b": count}
         return {self.projection(name): own for name, own in rows.items()}
@@ -128,7 +130,8 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
             value_dim=value_dim,
             taps=taps,
             is_state_space=layout == "mamba",
-            forgets_by_channel=layout == "kimi",
+            forgets_by_channel=layout in ("kimi", "ling"),
+            most_forgotten=_most_forgotten(config) if layout == "ling" else None,
             writes_twice=bool(getattr(config, keys.writes_twice, False)),
         ),
         in_layers=tuple(kind in IN_PLACE_OF_ATTENTION for kind in config.layer_types),
@@ -136,3 +139,13 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
         has_biases=bool(getattr(config, keys.biases, False)),
         has_convolution_bias=bool(getattr(config, keys.convolution_bias, False)),
     )
+
+
+def _most_forgotten(config: Any) -> float | None:
+    """By a token, as Ling 3's configs bound its logarithm."""
+    bound = config.kda_lower_bound if config.kda_safe_gate else None
+    if bound is not None and bound >= 0:
+        raise UserError(
+            f"kda_lower_bound of a {config.model_type} checkpoint must be < 0, got {bound}; mend its config"
+        )
+    return None if bound is None else -float(bound)

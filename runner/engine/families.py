@@ -20,6 +20,9 @@ OF_OLMO = OF_DELTA_NETS._replace(writes_twice="linear_allow_neg_eigval")
 OF_KIMI = StateKeys(
     *("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim")
 )
+OF_LING = StateKeys(
+    *("num_attention_heads", "num_attention_heads", "linear_head_dim", "linear_head_dim", "short_conv_kernel_size")
+)
 OF_GRANITE = StateKeys(
     *("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     biases="mamba_proj_bias",
@@ -135,6 +138,21 @@ FAMILIES = {
         experts=mixtures.AFMOE,
     ),
     "arcee": Family(output_bias="attention_bias", mlp_bias="mlp_bias", is_mlp_gated=False, activation_names=("relu2",)),
+    "bailing_hybrid": Family(  # Ling 3
+        **{**_LATENT, "is_rope_interleaved": True},
+        has_output_gate=True,
+        is_gate_apart=True,
+        delta_nets="ling",
+        state_keys=OF_LING,
+        fixed_values={
+            "gated_attention_proj_granularity_type": "head_wise",
+            "no_kda_lora": True,
+            "score_function": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_router_enable_expert_bias": True,
+        },
+        experts=mixtures.LING,
+    ),
     "cwm": Family(qkv_bias=False, windows="by_layer"),
     "deepseek_v2": Family(
         **{**_LATENT, "is_rope_interleaved": True},

@@ -11,8 +11,8 @@ from kernels.reference.gate import GateFunction
 from runner.engine.mixture import Mixture
 
 # How tensors of gated delta nets hold projections together: matrix by matrix (Qwen3.5), or a key head and its value
-# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do. OLMo's and Kimi's have a tensor for each matrix.
-DeltaLayout = Literal["by_matrix", "by_key_head", "mamba", "olmo", "kimi"]
+# heads at a time (Qwen3-Next); or how those of Mamba-2's layers do. The others' have a tensor for each matrix.
+DeltaLayout = Literal["by_matrix", "by_key_head", "mamba", "olmo", "kimi", "ling"]
 
 
 class StateKeys(NamedTuple):

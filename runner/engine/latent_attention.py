@@ -15,10 +15,10 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_linear import HeadLinear
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.latent_operations import room_for_heads, rotate_and_store_latents
-from runner.engine.latent_shapes import DOWN, KEY_UP, QUERY, QUERY_DOWN, QUERY_UP, VALUE_UP
+from runner.engine.latent_shapes import DOWN, GATE, KEY_UP, QUERY, QUERY_DOWN, QUERY_UP, VALUE_UP
 from runner.engine.linear import ColumnParallelLinear, RowParallelLinear, WeightTarget
 from runner.engine.norms import RMSNorm
-from runner.engine.operations import Rows, scale_queries
+from runner.engine.operations import Rows, gate, scale_queries
 from runner.engine.quantization import Quantization
 from runner.engine.rope import RopeRows
 from runner.engine.shard import Shard
@@ -63,6 +63,19 @@ class LatentAttention(Attention):
         self.latent_norm = RMSNorm(shapes.kv_lora_rank, NORM_EPS, dtype)
         self.key_up = HeadLinear(KEY_UP, shapes.num_heads, shapes.kv_lora_rank, shapes.qk_nope_head_dim, shard, dtype)
         self.value_up = HeadLinear(VALUE_UP, shapes.num_heads, shapes.v_head_dim, shapes.kv_lora_rank, shard, dtype)
+        # Gates what each head finds, by one number, where a family does.
+        self.gate_proj = (
+            ColumnParallelLinear(
+                arch.hidden_size,
+                {GATE: shapes.num_heads},
+                bias=False,
+                shard=shard,
+                dtype=dtype,
+                quantization=quantization,
+            )
+            if arch.has_output_gate
+            else None
+        )
         self.o_proj = RowParallelLinear(
             shapes.num_heads * shapes.v_head_dim,
             arch.hidden_size,
@@ -97,11 +110,19 @@ class LatentAttention(Attention):
         found = self.attend(meeting, cache, batch.attention)
         values = room_for_heads(found, self.num_heads, shapes.v_head_dim)
         self.value_up(found.view(-1, self.num_heads, shapes.kv_lora_rank), values, tile)
-        return self.o_proj.in_parts(values.flatten(1), tile)
+        out = values.flatten(1)
+        if self.gate_proj is not None:
+            out = gate(out, self.gate_proj(hidden, tile), "sigmoid")
+        return self.o_proj.in_parts(out, tile)
+
+    @property
+    def projections(self) -> list[ColumnParallelLinear]:
+        gates = [] if self.gate_proj is None else [self.gate_proj]
+        return [self.down_proj, self.query_proj, *gates]
 
     @property
     def products(self) -> list[ColumnParallelLinear | RowParallelLinear]:
-        return [self.down_proj, self.query_proj, self.o_proj]
+        return [*self.projections, self.o_proj]
 
     @property
     def products_in_parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
@@ -113,7 +134,7 @@ class LatentAttention(Attention):
 
     @property
     def product_names(self) -> list[str]:
-        return [*self.down_proj.part_rows, *self.query_proj.part_rows, self.o_proj.name]
+        return [*(name for product in self.projections for name in product.part_rows), self.o_proj.name]
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}

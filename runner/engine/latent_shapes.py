@@ -14,6 +14,7 @@ from runner.engine.rope import HeadLayout
 
 QUERY, QUERY_DOWN, QUERY_UP = "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj"
 DOWN = "self_attn.kv_a_proj_with_mqa"
+GATE = "self_attn.g_proj"
 KEY_UP, VALUE_UP = "self_attn.k_b_proj", "self_attn.v_b_proj"  # of checkpoints' kv_b_proj
 
 
@@ -90,7 +91,10 @@ def read_latent_shapes(config: Any, family: Family) -> LatentShapes:
 
 def _require_size_of_turned(config: Any, of: str) -> None:
     """Raises UserError unless transformers' rotations are made for it."""
-    turned, part = config.qk_rope_head_dim, float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
+    turned, parameters = config.qk_rope_head_dim, config.rope_parameters
+    part = float(parameters.get("partial_rotary_factor") or 1.0)
+    if parameters.get("rope_type", "default") == "default" and config.head_dim == turned:
+        return  # Ling 3 states the factor of a head that is as large as those of its other layers
     if int(config.head_dim * part) != turned:
         of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
         raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")

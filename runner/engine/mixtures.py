@@ -47,6 +47,7 @@ AFMOE = replace(
     layers="behind_dense",
 )
 
+LING = replace(DEEPSEEK, count_key="num_local_experts", corrections="gate.expert_bias", layers="by_type")
 EXAONE = replace(
     DEEPSEEK,
     count_key="num_experts",

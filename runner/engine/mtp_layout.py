@@ -88,6 +88,8 @@ HY = MtpLayout(
     final_norm="final_layernorm",
     unread=("embed_tokens", "shared_head", "shared_head.head"),
 )
+# Ling 3, as its makers' code in vLLM runs it.
+LING = replace(HY, title="Ling 3's", unread=())
 # arXiv 2505.07608.
 MIMO = MtpLayout(
     title="MiMo's",
@@ -146,7 +148,13 @@ SPECULATORS = MtpLayout(
 )
 _IN_TARGETS = (QWEN3_NEXT, MIMO, ERNIE, DEEPSEEK, HY)
 # By the model_type of targets whose modules have a layout to themselves.
-OF_FAMILIES = {"exaone4": EXAONE, "exaone_moe": EXAONE, "mellum": MELLUM, "nemotron_h": NEMOTRON}
+OF_FAMILIES = {
+    "bailing_hybrid": LING,
+    "exaone4": EXAONE,
+    "exaone_moe": EXAONE,
+    "mellum": MELLUM,
+    "nemotron_h": NEMOTRON,
+}
 
 
 def layouts_of(config: Any) -> tuple[MtpLayout, ...]:

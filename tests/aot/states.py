@@ -49,6 +49,7 @@ STATES = [
             constants={
                 **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
                 **constants,
+                "MOST_FORGOTTEN": None,
                 "WRITES_TWICE": False,
                 "KEY_DIM": 128,
                 "KEY_BLOCK": 128,
