@@ -597,15 +597,23 @@ def test_a_drafter_follows_no_longer_texts_than_its_target(method: str) -> None:
 
 def test_switches_of_vllm_that_change_nothing_are_read_with_a_warning() -> None:
     """Scripts that read its metrics switch them on by disable_log_stats=False."""
-    args = {"disable_log_stats": False, "enable_chunked_prefill": True, "swap_space": 4, "async_scheduling": None}
+    args = {"disable_log_stats": False, "swap_space": 4, "async_scheduling": None}
     args |= {"pipeline_parallel_size": 1, "data_parallel_size": 1, "distributed_executor_backend": "mp"}
     with pytest.warns(UserWarning, match="changes nothing here") as found:
         LLM("tiny", device="cpu", num_gpu_blocks_override=320, **args)
     assert [str(warning.message) for warning in found] == [
         "distributed_executor_backend='mp' changes nothing here: ranks are processes of this machine",
-        "enable_chunked_prefill=True changes nothing here: prompts are always computed in chunks",
         "swap_space=4 changes nothing here: a preempted request is computed anew",
     ]
+
+
+def test_a_prompt_may_be_kept_in_one_step() -> None:
+    """enable_chunked_prefill=False was read as a switch that changes nothing, and prompts were computed in chunks."""
+    budgets = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with pytest.raises(UserError, match=r"^max_num_batched_tokens must be >= max_model_len .* enable_chunked_prefill"):
+        LLM("tiny", device="cpu", enable_chunked_prefill=False, **budgets)
+    llm = LLM("tiny", device="cpu", enable_chunked_prefill=False, max_model_len=64, **budgets)
+    assert not llm.scheduler_for(llm.engine.proposer).enable_chunked_prefill
 
 
 @pytest.mark.parametrize("key", ["num_speculative_tokens", "ngram_prompt_lookup_max", "speculative_model"])

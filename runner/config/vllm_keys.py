@@ -124,7 +124,6 @@ ENGINE_ARGS_WITHOUT_EFFECT = {
     "disable_custom_all_reduce": "parts of products are gathered, and added up in the order of the ranks",
     "disable_log_stats": "statistics are always there, in get_metrics()",
     "distributed_executor_backend": "ranks are processes of this machine",
-    "enable_chunked_prefill": "prompts are always computed in chunks",
     "swap_space": "a preempted request is computed anew",
 }
 # Arguments that ask for nothing with this value, and are not known with another.
