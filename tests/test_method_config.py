@@ -293,14 +293,12 @@ def test_the_draft_inherits_how_the_target_is_loaded() -> None:
     model["draft"] = {"model": "d", "hf_config": {"model_type": "llama"}}
     default = SpeculativeConfig.parse({"model": model, "method": {"method": "draft_model"}}).draft_model_config()
     assert default == ModelConfig(
-        model="d", load_format="dummy", max_model_len=64, trust_remote_code=True, hf_config={"model_type": "llama"}
+        model="d", load_format="dummy", trust_remote_code=True, hf_config={"model_type": "llama"}
     )
     named = SpeculativeConfig.parse(
         {"model": model, "method": {"method": "draft_model", "model": "other", "revision": "v1", "max_model_len": 32}}
     ).draft_model_config()
-    assert named == ModelConfig(
-        model="other", revision="v1", load_format="dummy", max_model_len=32, trust_remote_code=True
-    )
+    assert named == ModelConfig(model="other", revision="v1", load_format="dummy", trust_remote_code=True)
 
 
 def test_a_draft_cannot_see_more_than_the_target() -> None:

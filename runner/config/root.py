@@ -231,7 +231,6 @@ class SpeculativeConfig(Node):
             revision=self.method.revision,
             load_format=self.model.load_format,
             quantization=self.method.quantization,
-            max_model_len=self.method.max_model_len or self.model.max_model_len,
             trust_remote_code=self.model.trust_remote_code,
             hf_config=default.hf_config if default is not None and is_default else None,
         )
