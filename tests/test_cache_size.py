@@ -10,6 +10,7 @@ import torch
 
 from runner import cache_size
 from runner.cache_size import LargestSteps, num_cache_blocks
+from runner.config import ConfigError
 from runner.config.hardware import HardwareConfig
 from runner.engine.bucket import OF_PROMPTS
 from runner.engine.errors import UserError
@@ -84,6 +85,31 @@ def test_the_largest_steps_fill_both_budgets(
     rows = 5 * (num_speculative_tokens + 1)
     assert rejection_sampler.num_probs == [5 * num_speculative_tokens if rule == "probabilistic" else None]
     assert launches == [("3 requests", 600, 3, 256), ("5 requests", rows, rows, 256)]
+
+
+@pytest.mark.parametrize("method", [None, {"method": "draft_model", "num_speculative_tokens": 3, "max_model_len": 1}])
+def test_the_shortest_texts_are_a_token_and_the_one_behind_it(method: dict[str, Any] | None, engines: Engines) -> None:
+    """max_model_len=1 was taken: it refused every prompt, and on a GPU the largest step was divided by zero."""
+    with pytest.raises(ConfigError, match=r"^max_model_len must be >= 2, got 1"):
+        engines(method, max_model_len=1)
+    llm = engines(method, max_model_len=2, num_gpu_blocks_override=320)
+    (output,) = llm.generate({"prompt_token_ids": [3]}, SamplingParams(temperature=0.0))
+    assert len(output.outputs[0].token_ids) == 1
+    target, cache = llm.engine.target, llm.engine.target.cache
+    try:
+        steps = LargestSteps(
+            target=target,
+            rejection_sampler=llm.engine.verifier.rejection_sampler,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            max_model_len=2,
+            num_speculative_tokens=llm.engine.proposer.num_speculative_tokens,
+            tap_layers=(),
+        )
+        steps.compute_prompts()
+        steps.verify_drafts()
+    finally:
+        target.cache = cache
 
 
 def gpu_blocks(

@@ -572,7 +572,7 @@ def test_without_speculative_config_decoding_is_plain() -> None:
 
 def test_engine_args_that_are_wrong_are_named_as_they_were_written() -> None:
     with pytest.raises(ConfigError) as raised:
-        SpeculativeConfig.from_engine_args("tiny", {"method": "ngrm"}, dtype="f32", block_sice=16, max_model_len=0)
+        SpeculativeConfig.from_engine_args("tiny", {"method": "ngrm"}, dtype="f32", block_sice=16, max_model_len=1)
     with pytest.raises(ConfigError) as of_values:
         SpeculativeConfig.from_engine_args(5, tensor_parallel_size=0)  # type: ignore[arg-type]
     assert str(of_values.value).splitlines() == [
@@ -582,6 +582,6 @@ def test_engine_args_that_are_wrong_are_named_as_they_were_written() -> None:
     assert str(raised.value).splitlines() == [
         "block_sice is an unknown argument, got 16; did you mean 'block_size'?",
         f"speculative_config.method must be one of {', '.join(METHODS)}, got 'ngrm'; did you mean 'ngram'?",
-        "max_model_len must be >= 1, got 0; longest prompt plus output, tokens, >= 1; null takes the model's own limit",
+        "max_model_len must be >= 2, got 1; longest prompt plus output, tokens, >= 2; null takes the model's own limit",
         "dtype must be one of auto, float32, bfloat16, float16, got 'f32'; did you mean 'float32'?",
     ]

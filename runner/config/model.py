@@ -39,7 +39,7 @@ class ModelConfig(Node):
         "leaves it as the checkpoint has it",
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, description="longest prompt plus output, tokens, >= 1; null takes the model's own limit"
+        default=None, ge=2, description="longest prompt plus output, tokens, >= 2; null takes the model's own limit"
     )
     trust_remote_code: bool = Field(default=False, description="run modelling code that comes with the checkpoint")
     hf_config: dict[str, Any] | None = Field(
