@@ -534,9 +534,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters had flat keys in runs, and were nested in tunings and trainings."""
     monkeypatch.chdir(tmp_path)
     with open_tracker("jsonl", experiment_name="tests", run_name="good", tags={"method": "ngram"}) as tracker:
-        tracker.log_params({"seed": 0})
+        tracker.log_params({"seed": 0, "method": {"model": None, "options": {}}, "sampler.stop": ["a"]})
         tracker.log_summary(SUMMARY)
         tracker.log_series([point(0)])
         tracker.log_artifacts([tmp_path / "metrics.json"])
@@ -544,7 +545,8 @@ def test_jsonl_appends_one_line_a_run_whatever_its_end(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
     good, killed = read_lines(tmp_path)
     assert (good["run_name"], good["status"], good["parent_run_id"]) == ("good", "FINISHED", None)
-    assert (good["params"], good["summary"]) == ({"seed": 0}, SUMMARY)
+    assert good["params"] == {"seed": 0, "method.model": None, "method.options": {}, "sampler.stop": ["a"]}
+    assert good["summary"] == SUMMARY
     assert good["tags"]["method"] == "ngram"
     assert good["artifacts"] == [str(tmp_path / "metrics.json")]
     assert (killed["status"], killed["summary"]) == ("KILLED", {})

@@ -257,7 +257,7 @@ def test_a_training_run_is_tracked_as_other_runs_are(
     assert train(target, prompts, tmp_path / "head", "method=medusa", "tracking=jsonl") == 0
     (run,) = map(json.loads, (tmp_path / "runs" / "runs.jsonl").read_text().splitlines())
     assert run["status"] == "FINISHED" and run["run_name"] == "target-medusa-training"
-    assert run["summary"]["training"]["steps"] == run["params"]["training"]["steps"] == 2
+    assert run["summary"]["training"]["steps"] == run["params"]["training.steps"] == 2
     machine = run["summary"]["machine"]
     tags = {"lossless": "tokens", "device": "cpu", "device_name": machine["device_name"], "dtype": machine["dtype"]}
     assert run["tags"].items() >= tags.items()

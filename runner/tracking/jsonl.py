@@ -14,6 +14,7 @@ from typing import Any
 from runner.engine.errors import UserError
 from runner.metrics import StepPoint
 from runner.tracking.file_lock import file_lock
+from runner.tracking.flatten import flat_values
 from runner.tracking.tracker import PARENT_RUN_ENV, Tracker
 
 RUNS_FILE = "runs/runs.jsonl"  # of every run that is started here, as mlflow.db is
@@ -23,7 +24,8 @@ class JsonlTracker(Tracker):
     """Collects the run and appends it as one JSON object when it ends, whatever its status.
 
     The line has run_id, parent_run_id, run_name, status, start_time (s since 1970), seconds, tags, params, summary and
-    artifacts (paths, not copies). It is appended whole under a lock, so that parallel jobs can share the file.
+    artifacts (paths, not copies); params have flat keys, as MLflow's have, and the configuration's own values. It is
+    appended whole under a lock, so that parallel jobs can share the file.
     The time series is left out: the per-step counts of every request are in outputs.jsonl.
     """
 
@@ -33,7 +35,7 @@ class JsonlTracker(Tracker):
         self._artifacts: list[str] = []
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        self._run["params"].update(params)
+        self._run["params"].update(flat_values(params))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         self._run["summary"].update(summary)
