@@ -91,7 +91,7 @@ def measure(
         passes.append(_run(llm, engine.proposer, items, f"{method}{turn}", collector))
     summaries = _summaries(llm, items, passes, plain, baseline.point if baseline else None)
     if not summaries[0]["num_requests"]:
-        raise UserError(f"no request of the workload could run; {summaries[0]['notes'][-1]}")
+        raise UserError(f"no request of the workload could run; {_failures(items, passes)[0]}")
     if shared is not None and (is_plain or runs_plain):
         shared.keep_baseline(config, passes[0].metrics if is_plain else plain[0])
     shown = passes[middle_repeat(summaries)]
@@ -149,9 +149,7 @@ def _summaries(
     measured_in: the earlier point whose plain decoding is used; None: no earlier point's.
     """
     config, engine = llm.config, llm.engine
-    errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
-    of_request = {own.request_id: items[own.prompt_index] for each in passes for own in each.requests}
-    failures = [f"request {name}{of_request[name].origin} failed: {reason}" for name, reason in errors.items()]
+    failures = _failures(items, passes)
     if len(failures) > MAX_FAILURES_SHOWN:
         failures[MAX_FAILURES_SHOWN:] = [
             f"{len(failures) - MAX_FAILURES_SHOWN} more requests failed, see {OUTPUTS_FILE}"
@@ -193,6 +191,13 @@ def _summaries(
         )
         for each, baseline in zip(passes, baselines, strict=True)
     ]
+
+
+def _failures(items: Sequence[WorkloadItem], passes: Sequence[Pass]) -> list[str]:
+    """Which requests failed and why, the first to fail first."""
+    errors = {request_id: reason for each in passes for request_id, reason in each.errors.items()}
+    of_request = {own.request_id: items[own.prompt_index] for each in passes for own in each.requests}
+    return [f"request {name}{of_request[name].origin} failed: {reason}" for name, reason in errors.items()]
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -23,7 +23,8 @@ from runner.run import execute
 from runner.step_loop import StepLoop
 from runner.tiny import DRAFT_DIR
 from runner.tracking import PARENT_RUN_ENV
-from runner.workload import arrival_times, read_workload
+from runner.workload import WorkloadItem, arrival_times, read_workload
+from tests.conftest import Engines
 
 KEYS = {
     "method", "num_requests", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
@@ -215,6 +216,16 @@ def test_a_request_that_cannot_run_fails_alone(tmp_path: Path, capsys: pytest.Ca
     place = f"request 1 (id long, {path}:2)"
     assert last.startswith(f"1 of 2 requests failed; {place}: the prompt must be shorter than ")
     assert "1/2 requests (1 failed) in " in printed.err, "it was 2/2"
+
+
+def test_where_nothing_could_run_the_first_reason_is_told(engines: Engines) -> None:
+    """Of more than three failures the error named outputs.jsonl, which is not written then."""
+    items = [WorkloadItem(prompt={"prompt_token_ids": [5] * length}, id=length) for length in range(24, 29)]
+    with pytest.raises(
+        UserError,
+        match=r"^no request of the workload could run; request 0 \(id 24\) failed: the prompt must be shorter than",
+    ):
+        measure.measure(engines(max_model_len=24), items)
 
 
 def test_lines_have_lengths_and_temperatures_of_their_own_and_arrive_at_a_rate(tmp_path: Path) -> None:
