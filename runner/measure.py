@@ -59,7 +59,8 @@ def measure(
     """Run a workload plainly (unless baseline is off) and with the method, on one engine and one clock.
 
     With `repeats` the two take turns. Every pass of the method begins with what its proposer knew when it was built, so
-    that no repeat profits from an earlier one. Where the rule keeps tokens, those of all passes are compared.
+    that no repeat drafts from an earlier one's texts; what num_speculative_tokens_per_batch_size=auto has found of this
+    machine is kept. Where the rule keeps tokens, those of all passes are compared.
 
     Args:
         collectors: receives the method ("none": plain decoding) and the collector of each pass when the pass begins.
