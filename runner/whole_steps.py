@@ -30,6 +30,7 @@ from runner.engine.request import DraftTokens, Request, StepOutcome
 from runner.engine.sampling_flags import SamplingFlags
 from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
 from runner.engine.step_operations import follow_verified, top_logprobs
+from runner.engine.transformers_model import TransformersModel
 from runner.metrics import InParts
 from runner.step_conditions import EmptyRows, StepConditions
 from verifier.captured import CapturedVerifier, captured_verifier
@@ -136,10 +137,11 @@ class WholeSteps:
         max_model_len: int,
     ) -> WholeSteps | InParts:
         """Or why the engine's steps need the host, whatever the requests are."""
-        if target.graphs is None:
-            return InParts.UNCAPTURED
         if not target.is_paged:
-            return InParts.TRANSFORMERS
+            # With hardware.enforce_eager nothing is captured, whose code it may be.
+            is_wanted = proposer.context.graph_memory is not None
+            is_foreign = isinstance(target.model, TransformersModel)
+            return InParts.TRANSFORMERS if is_wanted and is_foreign else InParts.UNCAPTURED
         drafter = proposer.captured_drafter(max_draft_tokens)
         if drafter is None:
             return InParts.HOST_DRAFTS

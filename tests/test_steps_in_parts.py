@@ -11,10 +11,14 @@ import torch
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.errors import UserError
+from runner.engine.graphs import GraphMemory
 from runner.engine.scheduler import Schedule, Scheduler
+from runner.measure import measure
 from runner.metrics import InParts
 from runner.step_conditions import EmptyRows, StepConditions
 from runner.whole_steps import WholeSteps
+from runner.workload import WorkloadItem
+from tests.conftest import Engines
 from tests.test_scheduler import drafts_of, make_request, make_scheduler, verdict
 from verifier.rules import Strict, Synthetic
 
@@ -188,8 +192,7 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "reason"),
     [
-        ({"graphs": None}, Drafter(4), Strict(), InParts.UNCAPTURED),
-        ({"is_paged": False}, Drafter(4), Strict(), InParts.TRANSFORMERS),
+        ({"is_paged": False}, Drafter(4), Strict(), InParts.UNCAPTURED),
         ({}, None, Strict(), InParts.HOST_DRAFTS),
         ({}, Drafter(4, tree_depth=2), Synthetic(conditional_rates=[0.5]), InParts.SYNTHETIC_TREES),
     ],
@@ -197,9 +200,10 @@ def test_a_step_in_which_a_request_arrives_is_blamed_on_nothing_else() -> None:
 def test_an_engine_whose_steps_are_never_whole_says_why(
     target: dict[str, Any], drafter: CapturedDrafter | None, rule: Any, reason: InParts
 ) -> None:
-    captured = {"graphs": object(), "is_paged": True, "is_recurrent": False, "device": torch.device("cuda")}
+    captured = {"is_paged": True, "is_recurrent": False, "device": torch.device("cuda"), "model": None}
+    context = SimpleNamespace(graph_memory=GraphMemory())
     found = WholeSteps.of(
-        SimpleNamespace(captured_drafter=lambda _: drafter),  # type: ignore[arg-type]
+        SimpleNamespace(captured_drafter=lambda _: drafter, context=context),  # type: ignore[arg-type]
         target=SimpleNamespace(**(captured | target)),  # type: ignore[arg-type]
         rule=rule,
         max_draft_tokens=4,
@@ -209,11 +213,25 @@ def test_an_engine_whose_steps_are_never_whole_says_why(
     assert found is reason
 
 
+def test_a_target_of_transformers_code_is_named_where_steps_would_be_captured(engines: Engines) -> None:
+    """The note was never seen: that nothing of it is captured was asked before whose code it is."""
+    item, args = WorkloadItem(prompt={"prompt_token_ids": [5, 6]}), {"architecture": {"hidden_act": "gelu"}}
+    llm = engines({"method": "ngram", "num_speculative_tokens": 3}, num_gpu_blocks_override=320, **args)
+    summary = measure(llm, [item]).summary
+    assert summary["steps_in_parts"] == {"transformers": summary["num_decoding_steps"]}
+    assert any(
+        "ran in parts, not whole: the target runs through transformers' modelling code" in note
+        for note in summary["notes"]
+    )
+    eager = engines(None, num_gpu_blocks_override=320, enforce_eager=True, **args)
+    assert eager.engine.whole_steps[eager.engine.proposer](0) is InParts.UNCAPTURED
+
+
 def test_captured_trees_are_refused_where_states_follow_one_path() -> None:
     with pytest.raises(UserError, match=r"Mine.captured_drafter must draft chains, for the states of the target's"):
         WholeSteps.of(
             SimpleNamespace(captured_drafter=lambda _: Drafter(4, tree_depth=2), name="Mine"),  # type: ignore[arg-type]
-            target=SimpleNamespace(graphs=object(), is_paged=True, is_recurrent=True),  # type: ignore[arg-type]
+            target=SimpleNamespace(is_paged=True, is_recurrent=True),  # type: ignore[arg-type]
             rule=Strict(),
             max_draft_tokens=4,
             max_num_seqs=8,

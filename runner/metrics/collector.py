@@ -126,7 +126,7 @@ class MetricsCollector:
         - num_decoding_steps: steps in which at least one request decodes; num_whole_steps: those of them that ran
           whole, without the host between drafts and verification.
         - decoding_steps_by_budget: tokens that the load allowed each draft in a step (as text) -> number of steps.
-        - whole_step_share: num_whole_steps / num_decoding_steps; None where the engine captures no steps.
+        - whole_step_share: num_whole_steps / num_decoding_steps; None where none shall be whole, or none can be.
         - steps_in_parts: why the other decoding steps did not run whole (`InParts`) -> number of steps.
         - prefix_cache_queries: prompt tokens of requests that the prefix cache was asked for; prefix_cache_hits: those
           that it had when their request was first admitted; prefix_cache_hit_rate: hits / queries.
