@@ -31,10 +31,10 @@ def model_source(model: ModelConfig, name: str) -> ModelSource:
 
 
 def load_tokenizer(model: ModelConfig, source: ModelSource) -> Tokenizer:
-    if model.tokenizer is not None:
-        tokenizer_source = ModelSource(model=model_path(model.tokenizer), name="model.tokenizer")
-        return Tokenizer(resolve_directory(tokenizer_source, weights=False), trust_remote_code=model.trust_remote_code)
-    return own_tokenizer(source, "model.tokenizer")
+    if model.tokenizer is None:
+        return own_tokenizer(source, "model.tokenizer")
+    path, trusts = model_path(model.tokenizer), model.trust_remote_code
+    return own_tokenizer(ModelSource(model=path, trust_remote_code=trusts, name="model.tokenizer"))
 
 
 def own_tokenizer(source: ModelSource, name: str | None = None) -> Tokenizer:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.config import ModelConfig
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
-from runner.model_files import find_eos_token_ids
+from runner.model_files import find_eos_token_ids, load_tokenizer
 from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
 from tests.transformers_reference import load
@@ -77,6 +78,23 @@ def test_a_broken_tokenizer_is_refused_with_the_option_to_set(name: str, content
     message = str(caught.value)
     assert message.startswith(f"model.tokenizer: no tokenizer can be read from {directory} (") and "\n" not in message
     assert message.endswith("); set model.tokenizer=<directory or hub id>")
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_code_of_a_tokenizer_is_downloaded_where_it_is_trusted(
+    is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of model.tokenizer was left on the hub, and then looked for in vain."""
+    patterns = list[str]()
+
+    def snapshot_download(model: str, *, allow_patterns: list[str], **options: object) -> str:
+        patterns.extend(allow_patterns)
+        return str(TARGET_DIR)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    model = ModelConfig(model=str(TARGET_DIR), tokenizer="a/b", trust_remote_code=is_trusted)
+    assert load_tokenizer(model, SOURCE).is_available
+    assert ("*.py" in patterns) == is_trusted and "*.safetensors" not in patterns
 
 
 def test_chat_templates_of_which_none_is_meant_for_all_are_a_users_error(directory: Path) -> None:
