@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,18 @@ def test_a_module_may_lie_in_another_checkpoint_of_the_same_target(model_type: s
         )
     edit_tensors(module, lambda tensors: tensors.update({"mtp.fusion.weight": torch.zeros(4)}))
     assert "unexpected: mtp.fusion.weight;" in refusal(bare, module)
+
+
+@pytest.mark.usefixtures("unpacked_weights")
+def test_a_target_that_is_named_as_its_own_drafter_has_its_module_read(tmp_path: Path) -> None:
+    """Sources were told apart by the options that name them, so that the target's own tensors were read as a head's."""
+    write(tmp_path, "qwen3_next", "qwen3")
+    target = load(ModelSource(model=str(tmp_path)))
+    named = ModelSource(model=str(tmp_path), quantization="fp8", quantizes_head=True, name="method.model")
+    assert describe_module(named, target).config is target.hf_config
+    assert not replace(named, revision="main").has_files_of(target.source)
+    named_head, own_head = head_of(start(tmp_path, tmp_path)), head_of(start(tmp_path))
+    assert torch.equal(named_head.projection.weight, own_head.projection.weight)
 
 
 def test_a_module_of_another_target_is_refused(tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ class ModelSource:
         return self.name.replace(".model", ".quantization")
 
     def has_files_of(self, other: ModelSource) -> bool:
-        """Whether both name the same checkpoint, however each holds its weights."""
-        return replace(self, quantization=other.quantization, quantizes_head=other.quantizes_head) == other
+        """Whether both name the same checkpoint, whichever option each is of and however it holds its weights."""
+        apart = {key: getattr(other, key) for key in ("quantization", "quantizes_head", "name")}
+        return replace(self, **apart) == other
 
     @property
     def is_dummy(self) -> bool:
