@@ -216,6 +216,8 @@ class LLM:
 
         Finds nothing in the cache that earlier calls left there, so that every call does the same work.
         """
+        if max_concurrency is not None and max_concurrency < 1:  # no request would ever arrive
+            raise UserError(f"max_concurrency must be >= 1, got {max_concurrency}; leave it out for no bound")
         if self.ranks.shard.size > 1 and proposer not in (self.engine.proposer, self.engine.plain_proposer):
             raise UserError("with hardware.tensor_parallel_size > 1 the proposer must be one of the engine's own")
         most = self.engine.proposer.num_speculative_tokens

@@ -460,6 +460,15 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_their_tokens_are_the_
     assert arrivals == sorted(arrivals) and arrivals[0] > 0.0
 
 
+@pytest.mark.parametrize("max_concurrency", [0, -1])
+def test_a_bound_that_lets_no_request_in_is_refused(engines: Engines, max_concurrency: int) -> None:
+    """It was waited for the first one for ever."""
+    llm = engines()
+    requests = make_requests(PROMPTS[:1], [GREEDY], llm.engine.tokenizer, llm.config.seed)
+    with pytest.raises(UserError, match=rf"^max_concurrency must be >= 1, got {max_concurrency}; leave it out for no"):
+        llm.run(requests, llm.engine.proposer, MetricsCollector(), max_concurrency=max_concurrency)
+
+
 def test_requests_arrive_when_they_are_due_and_wait_from_then_on(engines: Engines) -> None:
     """The second waits for the first, the third comes when nobody is left; no arrival changes a token."""
     llm, arrivals = engines(), [0.0, 0.001, 0.4]
