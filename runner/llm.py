@@ -127,31 +127,7 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter cannot be used with this engine.
         """
-        with self._names(), self._one_at_a_time():
-            listed = list_prompts(prompts)
-            params = list_params(sampling_params, len(listed))
-            for parameters in params:
-                self._check_speculative_model(parameters.speculative_model)
-            requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
-            self._totals.add(self.metrics.records)
-            self.metrics = MetricsCollector()
-            with tqdm(total=len(requests), desc="requests", disable=None if use_tqdm is None else not use_tqdm) as bar:
-
-                def observe(metrics: MetricsCollector) -> None:
-                    bar.update(len(metrics.records) - bar.n)
-                    if observer is not None:
-                        observer(metrics)
-
-                call = Run(requests=requests, keeps_cache=True)
-                with self.ranks.together(call):
-                    traces = self._run(call, self.metrics, observer=observe)
-        if traces.errors:  # an empty text alone would pass for an answer
-            request_id, reason = next(iter(traces.errors.items()))
-            warnings.warn(
-                f"{len(traces.errors)} of {len(requests)} requests failed; request {request_id}: {reason}",
-                stacklevel=3,  # known_arguments stands between
-            )
-        return collect_outputs(requests, traces.errors, self.engine.tokenizer.decode_token)
+        return self._complete(prompts, sampling_params, use_tqdm=use_tqdm, observer=observer)
 
     def abort(self, request_id: str) -> None:
         """End a prompt's requests before the next step of the generate() that runs them, also from another thread.
@@ -182,7 +158,7 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete one conversation, or a list of them, through the tokenizer's chat template."""
-        return self.generate(messages, sampling_params, use_tqdm=use_tqdm)
+        return self._complete(messages, sampling_params, use_tqdm=use_tqdm)
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals of every generate() since the start, under vLLM's names so that its scripts read them."""
@@ -244,6 +220,41 @@ class LLM:
             self.engine.block_manager.forget()
         else:
             self._run(call, MetricsCollector())
+
+    def _complete(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool | None,
+        observer: Observer | None = None,
+    ) -> list[RequestOutput]:
+        """As generate says; those who call it stand right below the user's call, which warnings name."""
+        with self._names(), self._one_at_a_time():
+            listed = list_prompts(prompts)
+            params = list_params(sampling_params, len(listed))
+            for parameters in params:
+                self._check_speculative_model(parameters.speculative_model)
+            requests = make_requests(listed, params, self.engine.tokenizer, self.config.seed)
+            self._totals.add(self.metrics.records)
+            self.metrics = MetricsCollector()
+            with tqdm(total=len(requests), desc="requests", disable=None if use_tqdm is None else not use_tqdm) as bar:
+
+                def observe(metrics: MetricsCollector) -> None:
+                    bar.update(len(metrics.records) - bar.n)
+                    if observer is not None:
+                        observer(metrics)
+
+                call = Run(requests=requests, keeps_cache=True)
+                with self.ranks.together(call):
+                    traces = self._run(call, self.metrics, observer=observe)
+        if traces.errors:  # an empty text alone would pass for an answer
+            request_id, reason = next(iter(traces.errors.items()))
+            warnings.warn(
+                f"{len(traces.errors)} of {len(requests)} requests failed; request {request_id}: {reason}",
+                stacklevel=4,  # generate or chat, and known_arguments, stand between
+            )
+        return collect_outputs(requests, traces.errors, self.engine.tokenizer.decode_token)
 
     def _run(
         self,

@@ -582,6 +582,15 @@ def test_a_failed_request_is_told_by_a_warning_and_the_rest_go_on(engines: Engin
     assert empty.error is not None and len(answered.outputs[0].token_ids) == 2
 
 
+def test_the_warning_names_the_line_that_called(chatty: LLM) -> None:
+    """Of chat it named a line of ours, and came once for all calls."""
+    endless = [{"role": "user", "content": "x = 1\n" * 4000}]
+    for call in (chatty.generate, chatty.chat):
+        with pytest.warns(UserWarning, match="1 of 1 requests failed") as found:
+            call(endless, GREEDY)
+        assert [warning.filename for warning in found] == [__file__]
+
+
 def test_a_lossy_rule_is_told_when_the_engine_starts() -> None:
     with pytest.warns(UserWarning, match="lossy: rejection_sample_method=typical"):
         LLM("tiny", speculative_config={"method": "ngram", "rejection_sample_method": "typical"})
