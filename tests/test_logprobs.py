@@ -239,7 +239,7 @@ def test_the_logits_of_a_long_prompt_come_in_slabs(engines: Engines) -> None:
     )
     assert llm.engine.block_manager.grow(request.block_table, 600)
     part = Part(request=request, start=0, end=600, num_logits=1, scored_from=10)
-    last = llm.engine.target.run([part], None, slabs.append)
+    last = llm.engine.target.forward([part], None, slabs.append).logits
     assert [len(slab) for slab in slabs] == [SCORED_ROWS, SCORED_ROWS, 589 - 2 * SCORED_ROWS], "rows 10 to 598"
     whole = llm.engine.target.run([Part(request=request, start=0, end=600, num_logits=590)])
     assert torch.equal(torch.cat([*slabs, last]), whole), "a row has its bits from the slab or from the whole"

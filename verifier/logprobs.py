@@ -16,7 +16,7 @@ from runner.engine.upload import to_device
 
 
 class LogprobGatherer:
-    """One step's; `take_prompt_logits` fits ModelRunner.run, `finish` comes last."""
+    """One step's; `take_prompt_logits` fits ModelRunner.forward, `finish` comes last."""
 
     def __init__(
         self,

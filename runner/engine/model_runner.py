@@ -107,14 +107,9 @@ class ModelRunner(PagedRunner):
         states = self.empty_states(max_num_seqs, num_uncertain, torch.device("meta"))
         return sum(own.num_bytes for own in states if own is not None)
 
-    def run(
-        self,
-        parts: Sequence[Part],
-        draft_token_ids: torch.Tensor | None = None,
-        take_prompt_logits: Callable[[torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
-        """The logits of `forward`."""
-        return self.forward(parts, draft_token_ids, take_prompt_logits).logits
+    def run(self, parts: Sequence[Part], draft_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of `forward`, of parts without scored rows."""
+        return self.forward(parts, draft_token_ids).logits
 
     @torch.inference_mode()
     def forward(
