@@ -160,6 +160,10 @@ class Proposer(ABC):
             device=self.context.device,
         )
 
+    def most_drafts(self, num_own: int) -> int:
+        """Of a request in a step, where this proposer makes so many: it learns from others' drafts too."""
+        return max(num_own, self.context.max_draft_tokens or 0)
+
     def restart(self) -> None:  # noqa: B027 - optional
         """Back to what it knew when it was built: forget requests that are over. Comes before whatever is measured."""
 

@@ -88,7 +88,7 @@ class DraftModelProposer(OwnCacheProposer):
     @property
     def max_uncertain(self) -> int:
         """Tokens of a request that a pass may compute and later ones may take back or compute again, at most."""
-        return max(self.num_speculative_tokens, self.context.max_draft_tokens or 0) + NUM_COMPUTED_AGAIN
+        return self.most_drafts(self.num_speculative_tokens) + NUM_COMPUTED_AGAIN
 
     @property
     def state_bytes(self) -> int:

@@ -106,7 +106,9 @@ class PardProposer(OnePassProposer, DraftModelProposer):
             "num_computed": self._num_computed,
             "mask_token_id": self.mask_token_id,
             "capacity": self.context.max_num_seqs,
-            "max_depth": max(num_tokens, self.context.max_draft_tokens or 0),
+            # Not num_speculative_tokens: where a step of a lighter load has left more tokens, one step in parts catches
+            # up, so that the draft model need not have rows for so many in every pass.
+            "max_depth": self.most_drafts(num_tokens),
             "max_model_len": self.max_model_len,
             **self.captured_arguments(num_tokens),
         }

@@ -124,7 +124,7 @@ class HeadProposer(LevelByLevelProposer):
             "known": self._known,
             "capacity": self.context.max_num_seqs,
             "max_model_len": self.max_model_len,
-            "max_depth": max(self._depth_of(self.num_speculative_tokens), self.context.max_draft_tokens or 0),
+            "max_depth": self.most_drafts(self._depth_of(self.num_speculative_tokens)),
         }
         if num_tokens == 0:
             return CapturedHead(mask=None, **common)

@@ -112,7 +112,7 @@ class LastStateProposer(TokenByTokenProposer):
             **super().captured_arguments(min(num_tokens, self.max_depth)),
             "states": self._states,
             "capacity": self.context.max_num_seqs,
-            "max_depth": max(self.num_speculative_tokens, self.context.max_draft_tokens or 0),
+            "max_depth": self.most_drafts(self.num_speculative_tokens),
             "max_model_len": self.max_model_len,
         }
 
