@@ -52,7 +52,7 @@ class MlpSpeculatorProposer(LastStateProposer):
 
     def first_logits(self, requests: Sequence[Request]) -> torch.Tensor:
         self._state = self.speculator.first_state(self.last_states(requests))
-        pending = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
+        pending = [request.last_token_id for request in requests]
         return self._advance(0, to_device(pending, torch.int64, self.context.device))
 
     def next_logits(

@@ -54,7 +54,7 @@ class TokenRecyclingProposer(Proposer):
         """Of each decoding request as many as any may draft, the likeliest first: its first n are its draft of n."""
         requests = [item.request for item in schedule.decoding]
         num_nodes = max(item.max_draft_tokens for item in schedule.decoding)
-        last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
+        last = [request.last_token_id for request in requests]
         depth, width = (num_nodes, 1) if self.tree_depth is None else (min(self.tree_depth, num_nodes), None)
         last_token_ids = to_device(last, torch.int64, self.context.device)
         return self._table.trees(last_token_ids, num_nodes=num_nodes, depth=depth, width=width)

@@ -461,3 +461,10 @@ def test_an_abort_gives_the_blocks_back_whatever_the_request_was_doing(num_steps
             traffic.check_order_and_blocks()
     assert not traffic.scheduler.has_unfinished
     assert traffic.scheduler.blocks.num_free_blocks == 12
+
+
+def test_the_last_token_is_the_outputs_and_before_it_the_prompts() -> None:
+    request = make_request(3)
+    assert request.last_token_id == request.prompt_token_ids[-1]
+    request.output_token_ids += [7, 9]
+    assert request.last_token_id == 9

@@ -119,9 +119,7 @@ def _cover(drafts: DraftTokens, num_requests: int) -> DraftTokens:
 def _judged(schedule: Schedule, drafts: DraftTokens, logits: torch.Tensor) -> JudgedTokens:
     """What the logits stand behind; drafts: of the requests that yield a token."""
     device, counts = drafts.token_ids.device, drafts.num_draft_tokens
-    items = [item for item in schedule.scheduled if item.yields_token]
-    ends = [item.start + item.num_new_tokens for item in items]
-    pending = [item.request.tokens_between(end - 1, end)[0] for item, end in zip(items, ends, strict=True)]
+    pending = [item.request.last_token_id for item in schedule.scheduled if item.yields_token]
     of_requests = [place for place, count in enumerate(counts) for _ in range(count + 1)]
     if len(of_requests) == len(pending):
         return JudgedTokens(to_device(pending, torch.int64, device), logits, of_requests)

@@ -95,7 +95,7 @@ class BlockProposer(OwnCacheProposer):
         for request, count in zip(requests, counts, strict=True):
             start, num_rows = request.num_tokens - 1, config.num_silent + count
             segments.append(Segment(start=start, num_tokens=num_rows, block_table=request.block_table))
-            token_ids += [*request.tokens_between(start, start + 1), *[config.mask_token_id] * (num_rows - 1)]
+            token_ids += [request.last_token_id, *[config.mask_token_id] * (num_rows - 1)]
         ids = to_device(token_ids, torch.int64, self.context.device)
         return self.runner.run("decode", segments, ids, self.head.embed(ids), is_causal=False)
 

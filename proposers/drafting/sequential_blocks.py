@@ -118,7 +118,7 @@ class SequentialBlockProposer(BlockProposer, LevelByLevelProposer):
         places = sequel.places(rows, self.head.logits(rows, tile), tile)
         self._places = tuple(own[: len(hidden)] for own in places)
         self._owners = torch.arange(len(requests), device=device)
-        last = [request.tokens_between(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
+        last = [request.last_token_id for request in requests]
         pending = to_device(last, torch.int64, device)
         self._state = self._first_state(blocks, first_rows, pending) if sequel.has_state else None
         return self._after(pending, 0)

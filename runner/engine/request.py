@@ -73,6 +73,11 @@ class Request:
         """Whether all that is left to compute is the token that was sampled last."""
         return self.num_computed_tokens + 1 == self.num_tokens and bool(self.output_token_ids)
 
+    @property
+    def last_token_id(self) -> int:
+        """The last committed token."""
+        return (self.output_token_ids or self.prompt_token_ids)[-1]
+
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Committed tokens at positions start..end-1, without copying the whole sequence."""
         num_prompt = len(self.prompt_token_ids)
