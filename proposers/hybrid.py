@@ -18,8 +18,8 @@ from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.host_drafts import max_requests
 from proposers.captured.matched import MatchedOrDrafted
 from proposers.captured.token_by_token import CapturedChains
-from proposers.drafting.matches_in_trees import MatchesInTrees, TreeDrafter
-from proposers.suffix import MATCHED, SuffixProposer
+from proposers.drafting.matches_in_trees import MATCHED, MatchesInTrees, TreeDrafter
+from proposers.suffix import SuffixProposer
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.scheduler import Schedule
 from runner.engine.upload import to_device

@@ -16,8 +16,6 @@ from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
 from runner.engine.scheduler import Schedule
 
-MATCHED = "suffix"  # the source of matched tokens, where others draft too
-
 
 class SuffixProposer(Proposer):
     """Trees over the running requests, and one over responses that have finished.

@@ -18,8 +18,8 @@ import torch
 
 from proposers.captured.match_in_tree import MatchInTree
 from proposers.captured.matched import Form, MatchedOrDrafted
+from proposers.drafting.matches_in_trees import MATCHED
 from proposers.hybrid import HybridProposer, _merge
-from proposers.suffix import MATCHED
 from runner.config import ConfigError, Eagle3Method, HybridMethod, SpeculativeConfig, SuffixMethod, parse_method
 from runner.drafter_fit import drafter_fit_notes
 from runner.engine.request import DraftTokens

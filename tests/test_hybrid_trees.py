@@ -12,8 +12,8 @@ import pytest
 from proposers.captured import host_drafts
 from proposers.captured.match_in_tree import MatchInTree
 from proposers.captured.matched import Form
+from proposers.drafting.matches_in_trees import MATCHED
 from proposers.lookup.suffix_cache import SuffixCache
-from proposers.suffix import MATCHED
 from runner.config import ConfigError, DflashMethod, Eagle3Method, HybridMethod, parse_method
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams

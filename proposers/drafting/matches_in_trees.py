@@ -20,12 +20,13 @@ from proposers.base import ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.host_drafts import max_requests
 from proposers.captured.match_in_tree import MatchInTree
-from proposers.suffix import MATCHED
 from proposers.trees.draft_tree import draft_tokens_from_nodes
 from runner.engine.request import DraftTokens
 from runner.engine.scheduler import Schedule
 from runner.engine.step_operations import match_in_tree
 from runner.engine.upload import to_device
+
+MATCHED = "suffix"  # the source of matched tokens, where others draft too
 
 
 @runtime_checkable
