@@ -1,4 +1,7 @@
-"""A CPU's counterpart of a CUDA graph: a computation's kernels, recorded once and then made in few calls."""
+"""The graphs that a device has: CUDA's on a GPU, and their counterpart on a CPU, programs, which are recorded here.
+
+A program is a computation's kernels, recorded once and then made in few calls.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from runner.engine.graphs import Compute, Graph, GraphMemory, GraphStore, Tensor
 if TYPE_CHECKING:
     from kernels.cpu.recording import Pool
 
-MAX_OUTPUT_BYTES = 1 << 28  # of the graphs of a store
-MAX_GRAPHS = 512  # of a store: one takes some ten kilobytes beside its outputs, a rule's tensors as many again
+MAX_PROGRAM_OUTPUT_BYTES = 1 << 28  # of those of a store
+MAX_PROGRAMS = 512  # of a store: one takes some ten kilobytes beside its outputs, a rule's tensors as many again
 _one_at_a_time = threading.Lock()  # recordings of all threads: torch notes for all of them that a mode is on
 
 
@@ -29,7 +32,7 @@ def graph_store(device: torch.device, memory: GraphMemory) -> GraphStore:
     from kernels.cpu.recording import Pool  # numba, of no use on a GPU
 
     record = partial(record_program, pool=Pool())
-    return GraphStore(record, at_once=True, max_output_bytes=MAX_OUTPUT_BYTES, max_graphs=MAX_GRAPHS)
+    return GraphStore(record, at_once=True, max_output_bytes=MAX_PROGRAM_OUTPUT_BYTES, max_graphs=MAX_PROGRAMS)
 
 
 def step_graph_store(device: torch.device, memory: GraphMemory) -> GraphStore:
@@ -39,7 +42,7 @@ def step_graph_store(device: torch.device, memory: GraphMemory) -> GraphStore:
     from kernels.cpu.recording import Pool
 
     record = partial(record_prepared, pool=Pool())
-    return GraphStore(record, max_output_bytes=MAX_OUTPUT_BYTES, max_graphs=MAX_GRAPHS)
+    return GraphStore(record, max_output_bytes=MAX_PROGRAM_OUTPUT_BYTES, max_graphs=MAX_PROGRAMS)
 
 
 def can_record(weight: Weight) -> bool:
