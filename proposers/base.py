@@ -24,7 +24,7 @@ from runner.engine.kv_cache import PagedKVCache
 from runner.engine.loader import LoadedModel
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 

@@ -16,7 +16,7 @@ from proposers.base import Proposer, ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class CustomClassProposer(Proposer):

@@ -28,7 +28,7 @@ from runner.engine.launch import Part
 from runner.engine.loader import LoadedModel, load_model
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 MAX_CATCH_UP_TOKENS = 512  # of a request in one pass
 

@@ -21,7 +21,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.matches_in_trees import MATCHED, MatchesInTrees, TreeDrafter
 from proposers.suffix import SuffixProposer
 from runner.engine.request import DraftTokens, Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 

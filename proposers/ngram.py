@@ -11,7 +11,7 @@ import torch
 from proposers.base import Proposer, ProposerContext
 from proposers.lookup.ngram_index import NgramIndex
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import upload
 
 

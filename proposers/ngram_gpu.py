@@ -16,7 +16,7 @@ from proposers.captured.ngram import CapturedNgram
 from proposers.lookup.token_matrix import NOBODY, TokenMatrix
 from runner.engine.backend import runs_kernels
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 

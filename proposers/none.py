@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proposers.base import Proposer
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class NoneProposer(Proposer):

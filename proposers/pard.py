@@ -33,7 +33,7 @@ from runner.engine.head_checkpoint import read_head_config
 from runner.engine.loader import LoadedModel
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class PardProposer(OnePassProposer, DraftModelProposer):

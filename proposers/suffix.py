@@ -14,7 +14,7 @@ from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.lookup.suffix_cache import SuffixCache, compile_suffix_cache
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request, RequestStatus
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class SuffixProposer(Proposer):

@@ -17,7 +17,7 @@ from proposers.drafting.matches_in_trees import MatchesInTrees
 from proposers.suffix import SuffixProposer
 from proposers.token_recycling import TokenRecyclingProposer
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class SuffixRecyclingProposer(Proposer):

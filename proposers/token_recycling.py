@@ -18,7 +18,7 @@ from proposers.captured.recycled import CapturedRecycling
 from proposers.lookup.candidate_table import CandidateTable
 from proposers.trees.draft_tree import draft_tokens_from_nodes
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 

@@ -12,7 +12,8 @@ from proposers.captured.host_drafts import MAX_ROWS
 from runner.engine.backend import runs_kernels
 from runner.engine.request import Request
 from runner.engine.sampling_flags import TOP_LOGPROBS
-from runner.engine.scheduler import Schedule, ScheduledRequest, Scheduler
+from runner.engine.schedule import Schedule, ScheduledRequest
+from runner.engine.scheduler import Scheduler
 from runner.metrics import InParts
 
 # Every place of a batch has room for as many.

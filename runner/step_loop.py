@@ -13,7 +13,8 @@ from runner.assembly import Assembly
 from runner.engine.graphs import GraphStore
 from runner.engine.online_budget import ObservedStep
 from runner.engine.request import RequestStatus, StepOutcome
-from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.schedule import CommittedTokens, Schedule
+from runner.engine.scheduler import Scheduler
 from runner.metrics import InParts, MetricsCollector, RequestStep, StepRecord
 from runner.trace import RequestTraces
 from runner.whole_steps import LaunchedStep, WholeSteps

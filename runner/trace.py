@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runner.engine.request import Request
-from runner.engine.scheduler import CommittedTokens
+from runner.engine.schedule import CommittedTokens
 from runner.engine.stopping import Decode
 from runner.metrics import RequestRecord
 

@@ -28,7 +28,8 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.programs import step_graph_store
 from runner.engine.request import DraftTokens, Request, StepOutcome
 from runner.engine.sampling_flags import SamplingFlags
-from runner.engine.scheduler import CommittedTokens, Schedule, ScheduledRequest, Scheduler
+from runner.engine.schedule import CommittedTokens, Schedule, ScheduledRequest
+from runner.engine.scheduler import Scheduler
 from runner.engine.step_operations import follow_verified, top_logprobs
 from runner.engine.transformers_model import TransformersModel
 from runner.metrics import InParts

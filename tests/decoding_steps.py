@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.engine.request import Request
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.schedule import Schedule, ScheduledRequest
 
 
 def scheduled(request: Request, max_draft_tokens: int = 4, *, is_decoding: bool = True) -> ScheduledRequest:

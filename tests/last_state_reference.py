@@ -20,7 +20,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests.conftest import complete
 from tests.transformers_reference import (

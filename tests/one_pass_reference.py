@@ -22,7 +22,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests.conftest import complete
 from tests.transformers_reference import CPU, load, random_model, save, save_tokenizer

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from proposers.base import Proposer, draft_tokens_from_lists
 from proposers.trees.draft_tree import DraftTree, draft_tokens_from_trees
 from runner.engine.request import DraftTokens, Request
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.schedule import Schedule, ScheduledRequest
 
 
 class KnownText(Proposer):

@@ -22,7 +22,7 @@ from runner.cli.compose import Composer
 from runner.config import method_union
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM, SamplingParams
 from runner.proposer import build_proposer
 from tests.conftest import TARGET_CONFIG, Engines, complete

@@ -14,7 +14,7 @@ from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.metrics import MetricsCollector
 from runner.prompts import make_requests
 from tests.conftest import TARGET_CONFIG, Engines, complete

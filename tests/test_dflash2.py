@@ -24,7 +24,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_rows import SamplingRows
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests import test_emulated_gpu as gpu
 from tests import test_losslessness as lossless

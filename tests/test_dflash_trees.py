@@ -14,7 +14,7 @@ import torch
 from runner.engine.draft_trees import tree_shape
 from runner.engine.request import DraftTokens, Request
 from runner.engine.row_sampling import GREEDY_SHARPNESS
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests import test_losslessness as lossless
 from tests import test_ranked_trees as ranked

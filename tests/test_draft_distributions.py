@@ -14,7 +14,7 @@ from kernels.reference.philox import Stream, gumbel
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from tests.conftest import Engines, complete
 
 PARAMS = {

@@ -9,7 +9,7 @@ from proposers.base import Proposer, check_drafts
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.sampling import SamplingRows
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from tests.decoding_steps import schedule_of
 from tests.no_readback import NoReadback
 from tests.test_ngram import make_proposer, make_request

@@ -16,7 +16,7 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens
 from runner.engine.row_sampling import GREEDY_SHARPNESS
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM, SamplingParams, StructuredOutputsParams
 from tests import test_dflash_trees
 from tests.one_pass_reference import (

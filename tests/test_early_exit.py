@@ -20,7 +20,7 @@ from runner.engine.errors import UserError
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests.assistant_checkpoints import LAYER_TYPES, LAYERS, NUM_LAYERS, NUM_LIKELY, TARGETS, VOCAB_SIZE
 from tests.conftest import Engines, complete

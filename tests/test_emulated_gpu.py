@@ -28,7 +28,8 @@ from runner.engine.layers import DecoderLayer
 from runner.engine.request import DraftTokens, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import Schedule, Scheduler
+from runner.engine.schedule import Schedule
+from runner.engine.scheduler import Scheduler
 from runner.engine.upload import index_or_all, to_device
 from runner.llm import LLM
 from runner.metrics import InParts

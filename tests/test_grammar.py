@@ -25,7 +25,7 @@ from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import CommittedTokens, Schedule
+from runner.engine.schedule import CommittedTokens, Schedule
 from runner.engine.structured_outputs import StructuredOutputsParams
 from runner.tiny import TARGET_DIR
 from runner.tiny.tokenizer import load_tokenizer

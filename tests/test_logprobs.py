@@ -19,7 +19,7 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import SCORED_ROWS
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from runner.run import execute
 from tests.conftest import Engines, complete

@@ -12,7 +12,7 @@ from proposers.heads.mtp import MtpHead, load_mtp_head
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.segment import Segment
 from runner.llm import LLM, SamplingParams
 from tests.mtp_checkpoints import PUBLISHED, VOCAB_SIZE, Written, write

@@ -15,7 +15,7 @@ from proposers.lookup.ngram_index import NgramIndex
 from proposers.ngram import NgramProposer
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from tests.decoding_steps import schedule_of
 
 CPU = torch.device("cpu")

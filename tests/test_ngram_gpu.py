@@ -12,7 +12,7 @@ from proposers.ngram import NgramProposer
 from proposers.ngram_gpu import NgramGpuProposer
 from runner.engine.request import DraftTokens, Request, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from tests.decoding_steps import scheduled
 from tests.no_readback import NoReadback
 

@@ -17,7 +17,7 @@ from runner.engine.draft_budget import DraftBudget
 from runner.engine.online_budget import ObservedStep, OnlineBudget, usual_counts
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import CommittedTokens
+from runner.engine.schedule import CommittedTokens
 from tests.conftest import Engines, complete
 from tests.test_config import problems
 from tests.test_losslessness import METHODS, PARAMS, PROMPTS, ROOMY, answers, method_config, tell_test_proposers

@@ -18,7 +18,7 @@ from runner.engine import prefix_cache
 from runner.engine.prefix_cache import prefix_keys
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.prompts import Tokenizer, make_requests
 from tests.test_scheduler import EOS, Traffic, make_scheduler, shapes
 

@@ -17,7 +17,7 @@ from runner.engine.errors import UserError
 from runner.engine.request import DraftTokens, Request
 from runner.engine.row_sampling import GREEDY_SHARPNESS
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from tests.conftest import Engines, complete
 from tests.last_state_reference import PROMPTS as TARGET_PROMPTS

@@ -31,7 +31,8 @@ from runner.engine.launch import Part
 from runner.engine.model_runner import ModelOutput, ModelRunner
 from runner.engine.request import Request, StepOutcome
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.schedule import CommittedTokens, Schedule
+from runner.engine.scheduler import Scheduler
 from runner.engine.segment import Family, Segment
 from runner.engine.stopping import StopRules
 from runner.engine.tile_shape import ROW_INVARIANT_TILES, SMALL_ROW_INVARIANT_TILES, TileShape

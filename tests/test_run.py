@@ -17,7 +17,7 @@ import pytest
 from runner import measure
 from runner.config import JsonlWorkload, SpeculativeConfig
 from runner.engine.errors import UserError
-from runner.engine.scheduler import CommittedTokens
+from runner.engine.schedule import CommittedTokens
 from runner.metrics import CoreWait
 from runner.run import execute
 from runner.step_loop import StepLoop

@@ -21,7 +21,8 @@ from runner.engine.block_manager import BlockManager
 from runner.engine.draft_budget import DraftBudget
 from runner.engine.request import DraftTokens, Request, RequestStatus, VerifyOutput
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import CommittedTokens, Schedule, Scheduler
+from runner.engine.schedule import CommittedTokens, Schedule
+from runner.engine.scheduler import Scheduler
 from runner.engine.stopping import StopRules
 
 EOS, VOCAB_SIZE = 0, 32

@@ -12,7 +12,8 @@ from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.errors import UserError
 from runner.engine.graphs import GraphMemory
-from runner.engine.scheduler import Schedule, Scheduler
+from runner.engine.schedule import Schedule
+from runner.engine.scheduler import Scheduler
 from runner.measure import measure
 from runner.metrics import InParts
 from runner.step_conditions import EmptyRows, StepConditions

@@ -16,7 +16,7 @@ from runner import measure as measuring
 from runner.engine.errors import UserError
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from runner.measure import measure
 from runner.metrics import InParts

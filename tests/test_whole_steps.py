@@ -40,7 +40,7 @@ from runner.engine.forward_batch import ForwardBatch
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import CommittedTokens, Schedule
+from runner.engine.schedule import CommittedTokens, Schedule
 from runner.llm import LLM
 from runner.measure import measure
 from runner.metrics import InParts, MetricsCollector, RequestRecord

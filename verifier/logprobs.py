@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from runner.engine.logprobs import AskedRows, StepLogprobs
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.schedule import Schedule, ScheduledRequest
 from runner.engine.step_operations import top_logprobs
 from runner.engine.upload import to_device
 

@@ -16,7 +16,7 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.request import DraftTokens, JudgedTokens, VerifyOutput
 from runner.engine.sampling import SamplingRows
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 from verifier.accepted_path import row_order, slot_moves
 from verifier.logprobs import LogprobGatherer, scored_from, wants_logprobs

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens, Request
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class CapturedDrafts(NamedTuple):

@@ -15,7 +15,7 @@ from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_draft
 from runner.engine.backend import runs_kernels
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 MAX_ROWS = 64  # of a launch: up to about there a GPU reads weights for longer than it multiplies

@@ -17,7 +17,7 @@ from proposers.captured.host_drafts import PlacedDrafts, few_widths
 from proposers.captured.token_by_token import CapturedChains
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 
 class Form(enum.Enum):

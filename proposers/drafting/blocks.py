@@ -21,7 +21,7 @@ from proposers.heads.quantized import quantize_head_of_target
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.segment import Family, Segment
 from runner.engine.upload import to_device
 

@@ -9,7 +9,7 @@ import torch
 
 from runner.engine.hidden_states import HiddenStates
 from runner.engine.request import Request
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.segment import Family, Segment
 
 

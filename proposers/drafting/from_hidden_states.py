@@ -29,7 +29,7 @@ from proposers.vocabularies.partial import over_target_vocabulary
 from runner.engine.checkpoint import ModelSource
 from runner.engine.head_runner import HeadRunner
 from runner.engine.request import Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.segment import Segment
 from runner.engine.upload import to_device
 

@@ -20,7 +20,7 @@ from runner.engine.head_runner import pad_to_tiles
 from runner.engine.hidden_states import NORMED
 from runner.engine.launch_shapes import can_pack, product_tile
 from runner.engine.request import Request, VerifyOutput
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

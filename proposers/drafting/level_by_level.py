@@ -25,7 +25,7 @@ from proposers.trees.static import Choices, check_ranks, static_tree
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 MAX_LEN_BITS = 24  # of the 32 of a key: the longest sequence's tokens; the others count up to 256 nodes of a level

@@ -22,7 +22,7 @@ from proposers.captured.host_drafts import max_requests
 from proposers.captured.match_in_tree import MatchInTree
 from proposers.trees.draft_tree import draft_tokens_from_nodes
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.step_operations import match_in_tree
 from runner.engine.upload import to_device
 

@@ -28,7 +28,7 @@ from proposers.trees.static import Choices, check_depth, check_ranks, static_tre
 from runner.engine.draft_trees import has_cousins
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device
 
 

@@ -16,7 +16,7 @@ import torch
 from proposers.base import Proposer, ProposerContext
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling import SamplingRows, draft_tokens, process_logits
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 from runner.engine.upload import index_or_all, to_device
 
 # (processed logits [num_active, vocab], their rows, step, which requests are active) -> tokens [num_active] int64

@@ -8,7 +8,7 @@ from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
 from runner.engine.device_requests import DeviceBatch
 from runner.engine.request import DraftTokens
-from runner.engine.scheduler import Schedule
+from runner.engine.schedule import Schedule
 
 TOKEN_ID = 1
 

@@ -28,7 +28,7 @@ from runner.cli.arguments import at_least, file_to_write
 from runner.cli.program import exit_status
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
-from runner.engine.scheduler import Schedule, ScheduledRequest
+from runner.engine.schedule import Schedule, ScheduledRequest
 from runner.machine import describe_machine
 from runner.metrics.rates import SPREAD, percentiles
 from runner.results import write_metrics

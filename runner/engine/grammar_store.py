@@ -15,7 +15,7 @@ from runner.engine.constrained_drafts import Constrained, apply_to, follow, keep
 from runner.engine.grammar import Grammar, GrammarCompiler
 from runner.engine.request import DraftTokens, Request
 from runner.engine.sampling_rows import BitmaskRows
-from runner.engine.scheduler import CommittedTokens, Schedule
+from runner.engine.schedule import CommittedTokens, Schedule
 from runner.engine.upload import index_or_all, upload
 
 

@@ -11,13 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from runner.engine.bucket import bucket
+from runner.engine.schedule import CommittedTokens
 from runner.engine.tokens_per_step import MEMORY, Mean, TokensPerStep
-
-if TYPE_CHECKING:
-    from runner.engine.scheduler import CommittedTokens
 
 FIRST_DRAFTS = 48  # request-steps before the very first trial: how drafts of every length fare
 SETTLING = 2  # steps behind a change of number: they take requests to the device, and find its memory cold

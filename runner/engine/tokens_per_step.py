@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runner.engine.scheduler import CommittedTokens
+from runner.engine.schedule import CommittedTokens
 
 MEMORY = 256  # request-steps that an estimate goes by, about: a workload that changes is followed
 STALE = 32  # the same for what a trial looks at again

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from runner.config import SpeculativeConfig
 from runner.engine.request import Request
-from runner.engine.scheduler import CommittedTokens
+from runner.engine.schedule import CommittedTokens
 from runner.engine.shard import Shard
 
 Value = TypeVar("Value")
