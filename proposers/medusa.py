@@ -20,7 +20,7 @@ from proposers.drafting.ranked_trees import RankedTreeProposer, RankedTrees
 from proposers.heads.medusa import MedusaHeads, load_medusa_heads
 from proposers.trees.static import Choices
 from runner.engine.checkpoint import ModelSource
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request
 
 

@@ -17,7 +17,7 @@ from proposers.captured.last_state import CapturedLastState
 from proposers.drafting.from_last_state import LastStateProposer
 from proposers.heads.speculator import Speculator, load_speculator
 from runner.engine.checkpoint import ModelSource
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request
 from runner.engine.upload import to_device
 

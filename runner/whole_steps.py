@@ -18,7 +18,8 @@ from proposers.base import Proposer
 from proposers.captured.drafter import CapturedDrafter, GoingOn
 from runner.engine.backend import runs_kernels
 from runner.engine.bucket import bucket
-from runner.engine.device_requests import DeviceBatch, DeviceRequests
+from runner.engine.device_batch import DeviceBatch
+from runner.engine.device_requests import DeviceRequests
 from runner.engine.download import Download
 from runner.engine.draft_trees import tree_shape
 from runner.engine.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, NoDrafts
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.errors import UserError
 from runner.engine.graphs import GraphMemory
 from runner.engine.schedule import Schedule

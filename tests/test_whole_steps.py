@@ -35,7 +35,7 @@ from kernels.reference.top_logprobs import top_logprobs
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus

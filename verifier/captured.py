@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.rejection import Verified
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 from runner.engine.operations import take_rows
 from runner.engine.step_operations import chain_rows, fit_drafts, tree_rows, walk_tree

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from proposers.captured.drafter import CapturedDrafter, GoingOn
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request
 
 Drafter = TypeVar("Drafter", bound=CapturedDrafter)

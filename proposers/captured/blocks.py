@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proposers.captured.token_by_token import CapturedChains
 from proposers.heads.dflash import DFlashHead
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.head_runner import HeadRunner
 from runner.engine.upload import to_device
 

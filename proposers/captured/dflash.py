@@ -6,7 +6,7 @@ from torch import Tensor
 
 from proposers.captured.blocks import CapturedBlock
 from proposers.captured.in_one_pass import CapturedOnePass
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 
 
 class CapturedDFlash(CapturedBlock, CapturedOnePass):

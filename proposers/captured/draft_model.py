@@ -12,7 +12,7 @@ from torch import Tensor
 from proposers.captured.drafter import GoingOn
 from proposers.captured.token_by_token import CapturedChains
 from proposers.vocabularies.translation import Translation
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import DraftTokens, Request
 from runner.engine.schedule import Schedule
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from proposers.captured.fresh_tokens import FreshTokens
 from proposers.drafting.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.operations import take_rows
 from runner.engine.request import Request
 

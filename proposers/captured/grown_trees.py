@@ -19,7 +19,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.growth import StaticGrowth
 from proposers.trees.static import Choices, static_tree
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.operations import take_rows
 from runner.engine.step_operations import add_level, likeliest_tree
 from runner.engine.upload import to_device

@@ -19,7 +19,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.head_keys import HeadKeys
 from proposers.drafting.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from runner.engine.backend import runs_kernels
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import DraftTokens
 from runner.engine.schedule import Schedule
 from runner.engine.upload import to_device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from proposers.captured.token_by_token import CapturedChains
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 
 
 class CapturedOnePass(CapturedChains):

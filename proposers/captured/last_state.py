@@ -11,7 +11,7 @@ from torch import Tensor
 
 from proposers.captured.drafter import GoingOn
 from proposers.captured.token_by_token import CapturedChains
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.hidden_states import NORMED
 from runner.engine.request import Request
 

@@ -15,7 +15,7 @@ from proposers.captured.around import AroundDrafter
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
 from proposers.captured.host_drafts import PlacedDrafts
 from proposers.captured.matched import Form
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import DraftTokens
 from runner.engine.schedule import Schedule
 from runner.engine.step_operations import match_in_tree

@@ -15,7 +15,7 @@ from proposers.captured.around import AroundDrafter
 from proposers.captured.drafter import CapturedDrafts
 from proposers.captured.host_drafts import PlacedDrafts, few_widths
 from proposers.captured.token_by_token import CapturedChains
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import DraftTokens
 from runner.engine.schedule import Schedule
 

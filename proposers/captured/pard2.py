@@ -10,7 +10,7 @@ from torch import Tensor
 from proposers.captured.drafter import NoDrafts
 from proposers.captured.pard import CapturedPard
 from proposers.drafting.feature_runner import FeatureRunner
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 
 
 class CapturedPard2(CapturedPard):

@@ -18,7 +18,7 @@ from proposers.captured.token_by_token import CapturedChains
 from proposers.trees.choice_nodes import ChoiceNodes
 from proposers.trees.rank_tree import RankTree
 from proposers.trees.static import Choices
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.step_operations import add_level, likeliest_tree
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.lookup.candidate_table import CandidateTable
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request
 from runner.engine.upload import to_device
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proposers.captured.token_by_token import CapturedChains
 from proposers.drafting.kept_context import KeptContext
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 
 

@@ -11,7 +11,7 @@ from kernels.reference.likeliest_tree import NextRows
 from proposers.captured.blocks import CapturedBlock
 from proposers.captured.grown_trees import ChosenNodes, LikeliestNodes
 from proposers.heads.sequential import SequentialBlockHead
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.operations import take_rows
 
 

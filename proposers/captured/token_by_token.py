@@ -12,7 +12,7 @@ from kernels.reference.sampling import softmax
 from kernels.reference.top_candidates import Candidates
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts, no_drafts
 from proposers.vocabularies.partial import KnownTokens, over_target_vocabulary
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 
 
 class CapturedChains(CapturedDrafter):

@@ -15,7 +15,7 @@ from kernels.cpu.panels import pack
 from kernels.reference.fp8_rows import NO_SCALES
 from proposers.heads.target_features import TargetFeatures
 from runner.engine.decoder import Decoder
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.head_runner import pad_to_tiles
 from runner.engine.launch import Launch
 from runner.engine.launch_shapes import can_pack

@@ -17,7 +17,7 @@ from proposers.base import ProposerContext
 from proposers.captured.fresh_states import FreshStates
 from proposers.drafting.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.head_runner import HeadRunner
 from runner.engine.operations import take_rows

@@ -6,7 +6,7 @@ import torch
 
 from proposers.base import Proposer, ProposerContext, draft_tokens_from_lists
 from proposers.captured.drafter import CapturedDrafter, CapturedDrafts
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import DraftTokens
 from runner.engine.schedule import Schedule
 

@@ -6,201 +6,24 @@ The host loads the requests once, before the first such step, and then uploads o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.paged_segments import PagedSegments
-from kernels.recurrent_segments import RecurrentSegments
 from kernels.reference.philox import seed_to_int64
-from kernels.reference.tree_rows import NO_BRANCH, TreeRows
-from runner.engine.device_processors import DeviceProcessors, Processors
-from runner.engine.forward_batch import ForwardBatch
-from runner.engine.paged_shape import PagedAttention, PagedShape
+from kernels.reference.tree_rows import NO_BRANCH
+from runner.engine.device_batch import DeviceBatch
+from runner.engine.device_processors import DeviceProcessors
+from runner.engine.device_sampling import DeviceSampling
 from runner.engine.request import Request
-from runner.engine.row_sampling import RowSampling
 from runner.engine.sampling_flags import SamplingFlags
-from runner.engine.step_operations import chain_rows, place_dtype
+from runner.engine.step_operations import place_dtype
 from runner.engine.upload import to_device
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Values:
-    """Sampling parameters, a value a row."""
-
-    seeds: Tensor
-    is_greedy: Tensor
-    temperatures: Tensor
-    min_p: Tensor
-    top_k: Tensor
-    top_p: Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device) -> _Values:
-        def tensor(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_rows, dtype=dtype, device=device)
-
-        return cls(
-            seeds=tensor(torch.int64),
-            is_greedy=tensor(torch.bool),
-            temperatures=tensor(torch.float32),
-            min_p=tensor(torch.float32),
-            top_k=tensor(torch.int64),
-            top_p=tensor(torch.float64),
-        )
-
-    def fill(self, integers: Tensor, floats: Tensor, repeats: int) -> None:
-        columns = (
-            *zip((self.seeds, self.is_greedy, self.top_k), integers, strict=True),
-            *zip((self.temperatures, self.min_p, self.top_p), floats, strict=True),
-        )
-        for held, values in columns:
-            held[: len(values) * repeats].view(len(values), repeats).copy_(values.unsqueeze(1))
-
-    def sampling(self, sampling_flags: SamplingFlags, positions: Tensor) -> RowSampling:
-        def of_rows(values: Tensor) -> Tensor:
-            return values[: len(positions)]
-
-        return RowSampling(
-            seeds=of_rows(self.seeds),
-            positions=positions,
-            all_greedy=sampling_flags.all_greedy,
-            is_greedy=None if sampling_flags.all_greedy else of_rows(self.is_greedy),
-            temperatures=None if sampling_flags.all_greedy else of_rows(self.temperatures),
-            min_p=of_rows(self.min_p) if sampling_flags.min_p else None,
-            top_k=of_rows(self.top_k) if sampling_flags.top_k else None,
-            top_p=of_rows(self.top_p) if sampling_flags.top_p else None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceBatch:
-    """The first places of DeviceRequests, for one layout of steps: views, the same ones in every step."""
-
-    count: int  # requests, absent ones included
-    num_rows: int  # of each request in a verification
-    lengths: Tensor  # [count] int64: committed tokens; 0: absent
-    limits: Tensor  # [count] int64: committed tokens that a request may come to; 0: it is absent
-    caps: Tensor | None  # [count] int64: tokens that a step may bring a request; None: nobody asks for fewer
-    num_prompt_tokens: Tensor  # [count] int64
-    last_token_ids: Tensor  # [count, 2] int64: the last two committed tokens
-    state_slots: Tensor  # [count] int64: Request.state_slot
-    block_tables: Tensor  # [count, max_blocks] of place_dtype, as the next two
-    branch_starts: Tensor  # [count]
-    branch_slots: Tensor  # [count, 0]
-    sampling_flags: SamplingFlags
-    processors: Processors | None  # None: nobody asks to change logits
-    max_context: int  # keys that any row sees lie before it
-    of_requests: _Values
-    of_rows: _Values
-
-    @property
-    def step_limits(self) -> Tensor:
-        """[count] int64: committed tokens that a request may come to in this step."""
-        return self.limits if self.caps is None else torch.minimum(self.limits, self.lengths + self.caps)
-
-    def launch(
-        self,
-        token_ids: Tensor,  # [count * num_rows] int64
-        *,
-        offset: int,  # a request's first row stands at lengths + offset
-        num_rows: int,  # of each request
-        shape: PagedShape,
-        block_size: int,
-        lengths: Tensor | None = None,  # [count] int64, in place of the batch's; 0: absent
-        num_computed_again: int = 0,  # of a request's last committed tokens, in a later launch
-    ) -> tuple[ForwardBatch, Tensor]:
-        """A launch of consecutive rows of every request, and the position that each row predicts, -1 for padding."""
-        rows = chain_rows(
-            self.lengths if lengths is None else lengths,
-            self.block_tables,
-            offset=offset,
-            num_rows=num_rows,
-            block_size=block_size,
-            rows_per_tile=shape.rows_per_tile,
-        )
-        segments = PagedSegments(
-            tile_segments=rows.tile_segments,
-            tile_rows=rows.tile_rows,
-            tile_sizes=rows.tile_sizes,
-            tile_positions=rows.tile_positions,
-            last_keys=rows.last_keys,
-            block_tables=self.block_tables,
-            branch_starts=self.branch_starts,
-            branch_slots=self.branch_slots,
-            max_context=self.max_context,
-            max_tile_size=min(num_rows, shape.rows_per_tile),
-        )
-        batch = ForwardBatch(
-            family="decode",
-            token_ids=token_ids,
-            positions=rows.positions,
-            slot_mapping=rows.slots,
-            attention=PagedAttention(segments=segments, split_keys=shape.split_keys),
-            recurrent=RecurrentSegments(
-                starts=self.lengths if lengths is None else lengths,
-                ends=self.lengths,
-                slots=self.state_slots,
-                offset=offset,
-                end_offset=-num_computed_again,
-                num_rows=num_rows,
-            ),
-            linear_tile=shape.linear,
-        )
-        return batch, rows.predicted
-
-    def launch_of_copies(
-        self,
-        token_ids: Tensor,  # [count * num_copies] int64
-        *,
-        offset: int,  # all rows of a request stand at lengths + offset
-        num_copies: int,  # rows of each request
-        shape: PagedShape,
-        block_size: int,
-    ) -> ForwardBatch:
-        """A launch of rows that stand at the same place of their request's text, and see what lies up to it."""
-        copies = replace(
-            self,
-            count=self.count * num_copies,
-            lengths=_repeated(self.lengths, num_copies),
-            block_tables=_repeated(self.block_tables, num_copies),
-            branch_starts=_repeated(self.branch_starts, num_copies),
-            branch_slots=_repeated(self.branch_slots, num_copies),
-            state_slots=_repeated(self.state_slots, num_copies),
-        )
-        return copies.launch(token_ids, offset=offset, num_rows=1, shape=shape, block_size=block_size)[0]
-
-    def tree_launch(
-        self,
-        token_ids: Tensor,  # [count * num_rows] int64
-        rows: TreeRows,
-        shape: PagedShape,
-    ) -> ForwardBatch:
-        """A launch of rows of every request's tree; each sees the committed tokens and its own path."""
-        return ForwardBatch(
-            family="decode",
-            token_ids=token_ids,
-            positions=rows.positions,
-            slot_mapping=rows.slots,
-            attention=shape.tree_attention(rows, self.block_tables, max_context=self.max_context),
-            recurrent=None,
-            linear_tile=shape.linear,
-        )
-
-    def sampling(self, positions: Tensor) -> RowSampling:
-        """Sampling parameters of the verified rows, or of the requests: as many as there are positions."""
-        values = self.of_requests if len(positions) == self.count else self.of_rows
-        assert len(positions) in (self.count, self.count * self.num_rows)
-        return values.sampling(self.sampling_flags, positions)
-
-
-def _repeated(rows: Tensor, num_copies: int) -> Tensor:
-    """[count, ...] -> [count * num_copies, ...], each row so many times in a row."""
-    return rows.unsqueeze(1).expand(-1, num_copies, *rows.shape[1:]).flatten(0, 1).contiguous()
-
-
 class DeviceRequests:
+    """Tensors that stay in place: what is captured over a batch of them reads what is loaded next."""
+
     def __init__(
         self,
         *,
@@ -223,8 +46,8 @@ class DeviceRequests:
         self.block_tables = torch.zeros(capacity, max_blocks, dtype=dtype, device=device)
         self._branch_starts = torch.full((capacity,), NO_BRANCH, dtype=dtype, device=device)
         self._branch_slots = torch.empty(capacity, 0, dtype=dtype, device=device)
-        self._of_requests = _Values.empty(capacity, device)
-        self._of_rows: dict[int, _Values] = {}  # by the rows of each request in a verification
+        self._of_requests = DeviceSampling.empty(capacity, device)
+        self._of_rows: dict[int, DeviceSampling] = {}  # by the rows of each request in a verification
         self._unfilled = set[int]()  # of these
         self._loaded: tuple[Tensor, Tensor] | None = None  # sampling parameters, integers and floats, of each request
         self.processors = DeviceProcessors(
@@ -309,7 +132,7 @@ class DeviceRequests:
     def fill_rows(self, num_rows: int) -> None:
         """What every row of a verification takes from its request, if that is not there yet; num_rows: of each."""
         if num_rows not in self._of_rows:
-            self._of_rows[num_rows] = _Values.empty(self.capacity * num_rows, self.device)
+            self._of_rows[num_rows] = DeviceSampling.empty(self.capacity * num_rows, self.device)
             self._unfilled.add(num_rows)
         if num_rows in self._unfilled:
             assert self._loaded is not None, "load comes first"

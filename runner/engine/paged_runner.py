@@ -15,7 +15,7 @@ from kernels.cpu.panels import Change, Weight, pack
 from kernels.reference.fp8_rows import KVScales
 from runner.engine.attention import Attention
 from runner.engine.backend import runs_kernels
-from runner.engine.device_requests import DeviceBatch
+from runner.engine.device_batch import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
 from runner.engine.graphs import GraphMemory, GraphStore
 from runner.engine.kv_cache import LayerStates, PagedKVCache
