@@ -27,9 +27,9 @@ from runner.engine.model_runner import ModelRunner
 from runner.engine.shard import Shard
 from runner.metrics import InParts
 from runner.model_files import find_eos_token_ids, load_tokenizer
-from runner.prompts import Tokenizer
 from runner.proposer import build_proposer
 from runner.target import load_target, resolve_device, resolve_dtype
+from runner.tokenizer import Tokenizer
 from runner.whole_steps import WholeSteps
 from verifier.rejection_sampler import RejectionSampler
 from verifier.verifier import Verifier

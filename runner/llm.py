@@ -35,7 +35,8 @@ from runner.metrics import MetricsCollector
 from runner.metrics.totals import RequestTotals
 from runner.model_files import model_path
 from runner.outputs import Counter, RequestOutput, Vector, collect_outputs
-from runner.prompts import Prompt, list_params, list_prompts, make_requests
+from runner.prompt_forms import Prompt
+from runner.prompts import list_params, list_prompts, make_requests
 from runner.ranks.ranks import Build, Call, Forget, Ranks, Run
 from runner.ranks.start import start_ranks
 from runner.request_loop import Observer, RequestLoop

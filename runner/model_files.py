@@ -9,8 +9,8 @@ from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.json_object import require_json
 from runner.engine.loader import LoadedModel
-from runner.prompts import Tokenizer
 from runner.tiny import BUILT_IN_MODELS
+from runner.tokenizer import Tokenizer
 
 
 def model_path(name: str) -> str:

@@ -23,8 +23,8 @@ from runner.engine.checkpoint import ModelSource, resolve_directory
 from runner.engine.errors import UserError
 from runner.engine.memory import making_weights
 from runner.model_files import model_source, own_tokenizer
-from runner.prompts import Tokenizer
 from runner.responses import Responses
+from runner.tokenizer import Tokenizer
 
 COMMON_METHOD_KEYS = frozenset({*MethodConfig.model_fields, "draft_tensor_parallel_size"})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.engine.errors import UserError
-from runner.prompts import Tokenizer
+from runner.tokenizer import Tokenizer
 
 KEY = "method.suffix_decoding_corpus"
 TEXT_FIELDS = ("text", "response")

@@ -17,7 +17,7 @@ import torch
 from runner.config import DemoWorkload, JsonlWorkload, SyntheticWorkload
 from runner.engine.errors import UserError
 from runner.engine.sampling_params import SamplingParams
-from runner.prompts import PROMPT_KEYS, Prompt, is_token_ids
+from runner.prompt_forms import PROMPT_KEYS, Prompt, is_token_ids
 from runner.tiny import DEMO_PATH
 
 DEFAULT_FIELD = JsonlWorkload.model_fields["prompt_field"].default

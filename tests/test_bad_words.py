@@ -13,8 +13,8 @@ from runner.engine.request import Request
 from runner.engine.sampling import SamplingRows, process_logits
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.stopping import StopRules
-from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
+from runner.tokenizer import Tokenizer
 from tests.no_readback import NoReadback
 
 VOCAB_SIZE = 4

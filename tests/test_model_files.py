@@ -13,8 +13,8 @@ from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError
 from runner.engine.loader import LoadedModel
 from runner.model_files import find_eos_token_ids, load_tokenizer
-from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
+from runner.tokenizer import Tokenizer
 from tests.transformers_reference import load
 
 SOURCE = ModelSource(model=str(TARGET_DIR))

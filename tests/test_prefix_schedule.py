@@ -19,7 +19,8 @@ from runner.engine.prefix_cache import prefix_keys
 from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.schedule import Schedule
-from runner.prompts import Tokenizer, make_requests
+from runner.prompts import make_requests
+from runner.tokenizer import Tokenizer
 from tests.test_scheduler import EOS, Traffic, make_scheduler, shapes
 
 

@@ -13,8 +13,8 @@ from runner.engine.request import Request
 from runner.engine.sampling_params import SamplingParams
 from runner.engine.stopping import Stop, StopRules
 from runner.llm import LLM
-from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
+from runner.tokenizer import Tokenizer
 from runner.trace import RequestTraces
 
 EOS = 0

@@ -20,9 +20,9 @@ from runner.engine.schedule import Schedule
 from runner.llm import LLM
 from runner.measure import measure
 from runner.metrics import InParts
-from runner.prompts import Tokenizer
 from runner.responses import Responses
 from runner.tiny import TARGET_DIR
+from runner.tokenizer import Tokenizer
 from runner.workload import WorkloadItem
 from tests.conftest import TARGET_CONFIG, Engines, complete
 from tests.decoding_steps import schedule_of, scheduled

@@ -11,8 +11,8 @@ import torch
 from runner.benchmarks.demo_prompts import demo_prompts
 from runner.engine.checkpoint import ModelSource, load_config
 from runner.engine.errors import UserError
-from runner.prompts import Tokenizer
 from runner.tiny import TARGET_DIR
+from runner.tokenizer import Tokenizer
 
 
 def add_model_options(parser: argparse.ArgumentParser, dtype: str) -> None:

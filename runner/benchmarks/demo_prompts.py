@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from runner.engine.errors import UserError
-from runner.prompts import Tokenizer
 from runner.tiny import DEMO_PATH
+from runner.tokenizer import Tokenizer
 
 
 def demo_prompts(tokenizer: Tokenizer, count: int, prompt_len: int) -> list[list[int]]:
