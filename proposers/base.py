@@ -184,7 +184,7 @@ class Proposer(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Device memory that it needs beside, for states of max_num_seqs requests."""
+        """Device memory that it needs beside, for states of max_num_seqs requests, or for nodes of their trees."""
         return 0
 
     @property

@@ -67,7 +67,8 @@ def num_cache_blocks(
     if blocks < per_request + 1:
         beside = fewer = ""
         if state_bytes:
-            beside = f" beside {as_size(state_bytes)} of states for hardware.max_num_seqs={hardware.max_num_seqs}"
+            what = f"{as_size(state_bytes)} of states and trees"
+            beside = f" beside {what} for hardware.max_num_seqs={hardware.max_num_seqs}"
             fewer = ", or lower hardware.max_num_seqs"
         raise UserError(
             f"the KV cache of one request of max_model_len={max_model_len} needs "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from proposers.hybrid import HybridProposer
 from runner import cache_size
 from runner.cache_size import LargestSteps, num_cache_blocks
 from runner.config import ConfigError
@@ -27,6 +28,7 @@ from tests.other_families import keys_of
 from verifier.rejection_sampler import RejectionSampler
 
 CUDA = torch.device("cuda", 0)
+TREE = {"speculative_token_tree": "dynamic", "tree_depth": 3, "tree_top_k": 9}  # 18 nodes have rows: two blocks
 NO_GRAPHS = GraphStore(lambda *_: pytest.fail("it was captured"))
 
 
@@ -174,6 +176,33 @@ def test_a_draft_model_has_its_share_of_every_block(engines: Engines, monkeypatc
         engines, monkeypatch, free=8 * GIB, peak=GIB, speculative_config=method, gpu_memory_utilization=0.52
     )
     assert found == int((0.50 * 10 - 2 - 1) * GIB) // (per_block + per_block // 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_beside"),
+    [
+        ({"method": "eagle"}, 0),
+        ({"method": "eagle", **TREE}, 2),
+        ({"method": "eagle3", "speculative_token_tree": ((0,), (1,), (0, 0))}, 1),
+        ({"method": "hybrid", "drafter": "eagle", **TREE}, 2),
+    ],
+    ids=["chains", "dynamic trees", "static trees", "trees with matches"],
+)
+def test_nodes_of_trees_have_their_blocks_beside_those_of_the_engine(
+    keys: dict[str, Any], num_beside: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """num_beside: of each request. A head has taken them without a word: its cache was larger than there was memory."""
+    method = {"num_speculative_tokens": 3, **keys}
+    engine = engines(method, num_gpu_blocks_override=320).engine
+    proposer = engine.proposer
+    num_bytes = num_beside * proposer.context.max_num_seqs * proposer.cache_bytes_per_block
+    head = proposer.drafter if isinstance(proposer, HybridProposer) else proposer
+    assert sum(layer.nbytes for layer in head.runner.cache.layers) == 321 * proposer.cache_bytes_per_block + num_bytes
+    found = gpu_blocks(
+        engines, monkeypatch, free=8 * GIB, peak=GIB, speculative_config=method, gpu_memory_utilization=0.52
+    )
+    per_block = engine.target.cache_bytes_per_block + proposer.cache_bytes_per_block
+    assert found == (int((0.50 * 10 - 2 - 1) * GIB) - num_bytes) // per_block
 
 
 @pytest.mark.parametrize("step", ["compute_prompts", "verify_drafts"])

@@ -166,7 +166,7 @@ def test_states_take_memory_of_their_own(engines: Engines) -> None:
 
 def test_states_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_size, "available_memory", lambda device: 1 << 20)
-    with pytest.raises(UserError, match=r"MiB of states for max_num_seqs=4096; .*, or lower .*max_num_seqs"):
+    with pytest.raises(UserError, match=r"MiB of states and trees for max_num_seqs=4096; .*, or lower .*max_num_seqs"):
         Engines()(**FAMILY, max_num_seqs=4096, max_num_batched_tokens=4096)
 
 

@@ -203,5 +203,5 @@ def test_states_of_the_draft_are_part_of_what_memory_is_for(
     )
     assert 0 == without < drafter == hybrid
     monkeypatch.setattr(cache_size, "available_memory", lambda device: 1 << 20)
-    with pytest.raises(UserError, match=r"MiB of states for max_num_seqs=4096; .*, or lower .*max_num_seqs"):
+    with pytest.raises(UserError, match=r"MiB of states and trees for max_num_seqs=4096; .*, or lower .*max_num_seqs"):
         engine(method_config("draft_model", 4), {}, family, max_num_seqs=4096, max_num_batched_tokens=20480)

@@ -101,18 +101,26 @@ class HeadProposer(LevelByLevelProposer):
         return self.runner.cache_bytes_per_block
 
     @property
+    def state_bytes(self) -> int:
+        return self._num_scratch_blocks_of_all * self.runner.cache_bytes_per_block
+
+    @property
     def has_passes(self) -> bool:
         return True
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._first_scratch_block = num_blocks
-        num_scratch_blocks = self.context.max_num_seqs * self._num_scratch_blocks
+        num_scratch_blocks = self._num_scratch_blocks_of_all
         self.keys.allocate_cache(self.context, num_blocks=num_blocks, num_scratch_blocks=num_scratch_blocks)
 
     @property
     def _num_scratch_blocks(self) -> int:
         """Behind the blocks of the engine, for each request that drafts a tree: more nodes are fed than are drafted."""
         return -(-self.max_fed_nodes // self.context.block_size)
+
+    @property
+    def _num_scratch_blocks_of_all(self) -> int:
+        return self.context.max_num_seqs * self._num_scratch_blocks
 
     def captured_drafter(self, num_tokens: int) -> CapturedDrafter | None:
         if self.num_speculative_tokens == 0 or not self.runner.is_paged:
