@@ -75,11 +75,13 @@ class _CapturedSpeculator(CapturedLastState):
     def __init__(self, speculator: Speculator, tile: int | None, **common: Any) -> None:
         super().__init__(**common)
         self.speculator, self.tile = speculator, tile
-        self._state = torch.empty(0)  # [count, width]
+        self._state: torch.Tensor | None = None  # [count, width], of a step under way
 
     def logits_after(
         self, batch: DeviceBatch, states: torch.Tensor, step: int, token_ids: torch.Tensor
     ) -> torch.Tensor:
         before = self.speculator.first_state(states) if step == 0 else self._state
-        self._state = self.speculator.next_state(step, before, token_ids, self.tile)
-        return self.speculator.logits(step, self._state, self.tile)
+        assert before is not None
+        state = self.speculator.next_state(step, before, token_ids, self.tile)
+        self._state = state if step + 1 < self.num_tokens else None  # no reference to a graph's memory is kept
+        return self.speculator.logits(step, state, self.tile)

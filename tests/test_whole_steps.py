@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu.recording import Pool
 from kernels.reference import rejection as rejection_ops
 from kernels.reference import sampling as sampling_ops
 from kernels.reference.chain_rows import chain_rows
@@ -35,8 +36,10 @@ from kernels.reference.top_logprobs import top_logprobs
 from kernels.reference.tree_rows import tree_rows
 from kernels.reference.walk_tree import walk_tree
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
+from runner.engine import programs
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch
+from runner.engine.graphs import Compute, Graph, Tensors
 from runner.engine.paged_shape import PagedAttention, PagedShape
 from runner.engine.request import Request, RequestStatus
 from runner.engine.sampling_params import SamplingParams
@@ -719,6 +722,39 @@ def test_whoever_arrives_takes_nobody_into_parts(build: Build, method: str, monk
     assert num_in_parts >= 6 and num_whole > 12, "prompts of one to three chunks, and those that decode between them"
     expected, _, _ = play(llm, traffic, whole=False)
     assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
+
+
+CHAINS = ("draft_model", "eagle", "p_eagle", "pard", "dflash", "dspark", "medusa", "mlp_speculator", "early_exit")
+TREES = ("eagle_dynamic", "eagle_static", "dflash_dynamic", "dflash_static", "dspark_dynamic", "dspark_static")
+WITH_PASSES = {
+    **{method: METHODS[method] for method in (*CHAINS, *TREES)},
+    "eagle_one_draft": {"method": "eagle", "num_speculative_tokens": 1},
+    "eagle_one_level": {"method": "eagle", "num_speculative_tokens": 2, "speculative_token_tree": [[0], [1]]},
+    "sparse_kv": {"method": "sparse_kv", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("method", WITH_PASSES)
+def test_memory_of_a_recorded_step_is_free_for_the_next_recording(
+    engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafters kept what their last pass had given, and so its memory, until they drafted again."""
+    llm = engines(WITH_PASSES[method])
+    for steps in llm.engine.whole_steps.values():
+        steps.cache_clear()
+    record, said, num_recorded = programs.record_prepared, set[int](), 0
+
+    def noted(compute: Compute, inputs: Tensors, *, pool: Pool) -> Graph:
+        nonlocal num_recorded
+        graph = record(compute, inputs, pool=pool)
+        num_recorded += 1
+        said.update(output.untyped_storage()._cdata for output in graph.outputs)
+        assert {own.key for blocks in pool._blocks.values() for own in blocks if not own.is_free} <= said
+        return graph
+
+    monkeypatch.setattr(programs, "record_prepared", noted)
+    complete(llm, [{"prompt_token_ids": [5, 6]}], [GREEDY])
+    assert num_recorded > 0
 
 
 def test_a_run_counts_its_whole_steps_and_notes_why_others_were_none(

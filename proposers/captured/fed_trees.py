@@ -30,8 +30,10 @@ class FedTrees(CapturedGrownTrees, CapturedHead):
 
     def level_logits(self, batch: DeviceBatch, following: NextRows, level: int) -> Tensor:
         launch = self.keys.level_launch(batch, following.token_ids, level + 1, partial(self.fed, batch, level))
-        self._output = self.runner.compute(launch, take_rows(self._output, following.rows))
-        return self.head.logits(self._output, launch.linear_tile)
+        assert self._output is not None
+        output = self.runner.compute(launch, take_rows(self._output, following.rows))
+        self._output = output if level + 2 < self.depth else None  # no reference to a graph's memory is kept
+        return self.head.logits(output, launch.linear_tile)
 
 
 class CapturedDynamicTrees(LikeliestNodes, FedTrees):

@@ -131,4 +131,5 @@ class ChosenNodes(CapturedGrownTrees):
         return NextRows(take_rows(candidates.token_ids.view(-1, 1), going).flatten(), rows)
 
     def tree(self) -> Tree:
-        return self._nodes.tree(self._token_ids)
+        token_ids, self._token_ids = self._token_ids, []  # no reference to a graph's memory is kept
+        return self._nodes.tree(token_ids)

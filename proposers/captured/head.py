@@ -52,7 +52,7 @@ class CapturedHead(CapturedChains):
             num_masks=num_masks,
             device=self.runner.device,
         )
-        self._output = torch.empty(0)  # of the last pass: the rows that the next drafts follow
+        self._output: Tensor | None = None  # of the last pass: the rows that the next drafts follow
 
     def can_start(self, request: Request) -> bool:
         known = self.known.get(request.request_id)
@@ -78,11 +78,14 @@ class CapturedHead(CapturedChains):
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
         tile, output = self.runner.shapes["decode"].linear, self._output
+        assert output is not None
         if self.drafts_in_one_pass:
             output = output.view(batch.count, self.num_tokens, -1)[:, step]
         elif step > 0:
             offset = self.keys.offset(step)
             output = self._output = self.keys.output(batch, token_ids.unsqueeze(1), output, offset=offset)
+        if step + 1 == self.depth:  # no reference to a graph's memory is kept
+            self._output = None
         return self.head.logits(output, tile)
 
     def learn(self, batch: DeviceBatch, hidden_states: list[Tensor], token_ids: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
 from proposers.captured.token_by_token import CapturedChains
@@ -12,7 +11,7 @@ from runner.engine.device_batch import DeviceBatch
 
 
 class CapturedOnePass(CapturedChains):
-    _logits: Tensor  # of a step under way, as all_logits gives them
+    _logits: Tensor | None  # of a step under way, as all_logits gives them
 
     @abstractmethod
     def all_logits(self, batch: DeviceBatch) -> Tensor:
@@ -23,7 +22,8 @@ class CapturedOnePass(CapturedChains):
         return self.next_logits(batch, 0, batch.lengths)
 
     def next_logits(self, batch: DeviceBatch, step: int, token_ids: Tensor) -> Tensor:
+        assert self._logits is not None
         logits = self._logits[:, step]
         if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
-            self._logits = torch.empty(0)
+            self._logits = None
         return logits

@@ -29,5 +29,7 @@ class CapturedSelfSpeculation(CapturedChains):
         if self._seen is not None:
             seen, _ = self.runner.decode_launch(self._seen, token_ids, offset=step - 1, num_rows=1)
             launch = replace(launch, attention=seen.attention)
+        if step + 1 == self.num_tokens:  # no reference to a graph's memory is kept
+            self._seen = None
         hidden, _ = self.runner.compute(launch)
         return self.runner.model.logits(hidden, launch.linear_tile)
