@@ -17,6 +17,7 @@ from proposers.base import Proposer, ProposerContext, check_tap_layers, proposer
 from runner.cache_size import num_cache_blocks
 from runner.config import SpeculativeConfig, SuffixKeys
 from runner.engine.block_manager import BlockManager
+from runner.engine.device_requests import DeviceRequests
 from runner.engine.errors import UserError
 from runner.engine.grammar import GrammarCompiler
 from runner.engine.grammar_store import GrammarStore
@@ -135,11 +136,23 @@ def assemble(config: SpeculativeConfig, target_info: LoadedModel | None = None, 
     proposer.allocate_cache(blocks)
     plain_proposer = proposer_class("none")(num_speculative_tokens=0, context=context)
 
+    @cache
+    def on_device() -> DeviceRequests:
+        return DeviceRequests(
+            capacity=hardware.max_num_seqs,
+            max_model_len=info.max_model_len,
+            block_size=hardware.block_size,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            device=device,
+        )
+
     def whole_steps(of: Proposer, max_draft_tokens: int) -> WholeSteps | InParts:
         return WholeSteps.of(
             of,
             target=target,
             rule=rejection_sampler.rule,
+            on_device=on_device,
             max_draft_tokens=max_draft_tokens,
             max_num_seqs=hardware.max_num_seqs,
             max_model_len=info.max_model_len,

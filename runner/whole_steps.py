@@ -7,7 +7,7 @@ the next one before it knows the last one's tokens, and its own work hides behin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,14 +99,15 @@ class WholeSteps:
         target: ModelRunner,
         drafter: CapturedDrafter,
         verifier: CapturedVerifier,
+        on_device: DeviceRequests,
         max_draft_tokens: int,
-        max_num_seqs: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammars: GrammarStore,
     ) -> None:
         """
         Args:
+            on_device: the engine's: of all its whole steps one kind at a time is under way, and loads it at its start.
             max_draft_tokens: that the load allows; a static tree may have fewer nodes.
             max_model_len: tokens of a request that the target can see.
         """
@@ -119,10 +120,10 @@ class WholeSteps:
             max_drafted_len=min(max_model_len, drafter.max_model_len or max_model_len),
             empty_rows=EmptyRows.on(target.device, target.products_per_row),
         )
-        self.max_num_seqs, self.eos_token_ids, self.grammars = max_num_seqs, eos_token_ids, grammars
+        self.eos_token_ids, self.grammars = eos_token_ids, grammars
         assert target.graph_memory is not None, "its passes are captured"
         self._graphs = step_graph_store(target.device, target.graph_memory)
-        self._on_device: DeviceRequests | None = None
+        self._on_device = on_device
         # Of the steps under way:
         self._sampling_flags = SamplingFlags.of([], ())
         self._count = 0  # places in the batch
@@ -134,6 +135,7 @@ class WholeSteps:
         *,
         target: ModelRunner,
         rule: Rule,
+        on_device: Callable[[], DeviceRequests],  # made when first asked for
         max_draft_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -166,8 +168,8 @@ class WholeSteps:
             target=target,
             drafter=drafter,
             verifier=verifier,
+            on_device=on_device(),
             max_draft_tokens=max_draft_tokens,
-            max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             eos_token_ids=proposer.context.eos_token_ids,
             grammars=proposer.context.grammars,
@@ -194,18 +196,9 @@ class WholeSteps:
 
     def start(self, schedule: Schedule) -> LaunchedStep:
         """Take a schedule's requests to the device, and launch their step."""
-        if self._on_device is None:
-            self._on_device = DeviceRequests(
-                capacity=self.max_num_seqs,
-                max_model_len=self.conditions.max_model_len,
-                block_size=self.target.block_size,
-                vocab_size=self.target.model.vocab_size,
-                eos_token_ids=self.eos_token_ids,
-                device=self.target.device,
-            )
         requests = [item.request for item in schedule.scheduled]
         self._sampling_flags = SamplingFlags.of(requests, self.eos_token_ids)
-        self._count = min(bucket(len(requests)), self.max_num_seqs)
+        self._count = min(bucket(len(requests)), self._on_device.capacity)
         self._on_device.load(requests, self._sampling_flags)
         self.drafter.start(requests)
         longest = max(request.num_tokens for request in requests)
@@ -236,7 +229,6 @@ class WholeSteps:
             or not scheduler.reserve_ahead(most + self.drafter.num_tokens)
         ):
             return None
-        assert self._on_device is not None
         places = [place for place, _ in staying]
         if len(places) < len(launched.places):
             self._on_device.remove([place for place in launched.places if place not in places])
@@ -265,7 +257,6 @@ class WholeSteps:
 
     @torch.inference_mode()
     def _launch(self, schedule: Schedule, places: list[int], *, longest: int) -> LaunchedStep:
-        assert self._on_device is not None
         shape = self.target.paged_shape
         # Up to one split, contexts of any length are launched alike.
         max_context = shape.context_bucket(max(longest + self.drafter.reach, shape.split_keys or 0))
@@ -294,7 +285,6 @@ class WholeSteps:
 
         Returns how many drafts have a place, and whose those of each request are.
         """
-        assert self._on_device is not None
         drafts = self.drafter.find(schedule)
         if not self._sampling_flags.grammars:
             if drafts is None:

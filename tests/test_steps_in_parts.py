@@ -207,6 +207,7 @@ def test_an_engine_whose_steps_are_never_whole_says_why(
         SimpleNamespace(captured_drafter=lambda _: drafter, context=context),  # type: ignore[arg-type]
         target=SimpleNamespace(**(captured | target)),  # type: ignore[arg-type]
         rule=rule,
+        on_device=lambda: pytest.fail("there is no need of it"),
         max_draft_tokens=4,
         max_num_seqs=8,
         max_model_len=128,
@@ -234,6 +235,7 @@ def test_captured_trees_are_refused_where_states_follow_one_path() -> None:
             SimpleNamespace(captured_drafter=lambda _: Drafter(4, tree_depth=2), name="Mine"),  # type: ignore[arg-type]
             target=SimpleNamespace(is_paged=True, is_recurrent=True),  # type: ignore[arg-type]
             rule=Strict(),
+            on_device=lambda: pytest.fail("there is no need of it"),
             max_draft_tokens=4,
             max_num_seqs=8,
             max_model_len=128,

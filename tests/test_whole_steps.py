@@ -528,6 +528,34 @@ def test_under_load_steps_are_whole_too_and_drafts_go_on_as_in_parts(
     assert set(drafting) == {0, 2, llm.engine.proposer.num_speculative_tokens}
 
 
+def test_whatever_the_load_allows_an_engine_has_its_requests_on_the_device_once(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with each number of drafts had tables of their own: of max_num_seqs vocabularies, where requests ask."""
+    by_load = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 2], [3, 9, 0]]}
+    llm = engines({"method": "draft_model", "num_speculative_tokens": 3, **by_load})
+    drafting, tables = set[int](), set[int]()
+    launch = WholeSteps._launch
+
+    def noted(steps: WholeSteps, *args: Any, **kwargs: Any) -> LaunchedStep:
+        batch = steps._on_device.processors.of_batch(1, steps._sampling_flags.processors, 1)
+        assert batch is not None
+        drafting.add(steps.max_draft_tokens)
+        tables.update((batch.bias.data_ptr(), batch.said.data_ptr()))
+        return launch(steps, *args, **kwargs)
+
+    asked = replace(SAMPLED, presence_penalty=0.5, logit_bias={3: 1.0}, ignore_eos=True)
+    lengths, arrivals = (120, 70, 40), ((0, 3), (4, 4), (8, 5))
+    params = tuple(replace(asked, max_tokens=length) for length in lengths)
+    traffic = Traffic(arrivals=arrivals, params=params, cancelled={}, max_num_seqs=4)
+    expected = [request.output_token_ids for request in play(llm, traffic, whole=False)[0]]
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeSteps, "_launch", noted)
+        found = [request.output_token_ids for request in play(llm, traffic, whole=True)[0]]
+    assert found == expected
+    assert drafting == {0, 2, 3} and len(tables) == 2
+
+
 @pytest.mark.parametrize(
     ("build", "method"),
     [*(("on a GPU", method) for method in METHODS), *(("on a CPU", method) for method in OF_EVERY_KIND)],
