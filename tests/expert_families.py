@@ -111,6 +111,21 @@ OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, **SLIDING_LAYER, "mlp_layer_types": ["sparse", "dense"], "norm_topk_prob": False},
     ),
     "flex_olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "flint": (
+        "flint",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], "sliding_window": 9, "head_dim": 16}
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "flint, not normalized, biased": (
+        "flint",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [], "sliding_window": 9, "head_dim": 16}
+        | {"layer_types": ["sliding_attention"] * 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "sarvam_moe": ("sarvam_moe", {**ROUTED, "head_dim": 16}),
+    "sarvam_moe, biased, parts of heads turn": (
+        "sarvam_moe",
+        {**ROUTED, "head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": False},
+    ),
     "glm4_moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe, experts in groups": (
         "glm4_moe",

@@ -17,6 +17,7 @@ LATENT = {
 }
 LATENT_ROUTED = {**LATENT, **{key: value for key, value in ROUTED.items() if key != "head_dim"}}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
+SARVAM_YARN = {key: value for key, value in LATENT_YARN.items() if key != "rope_type"} | {"type": "deepseek_yarn"}
 # name -> (family, options)
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT_ROUTED, "norm_topk_prob": False}),
@@ -34,6 +35,10 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, queries at once, values wider than keys": (
         "deepseek_v3",
         {**LATENT_ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "v_head_dim": 40, "kv_lora_rank": 16},
+    ),
+    "sarvam_mla": (
+        "sarvam_mla",
+        {**LATENT_ROUTED, "n_group": 1, "topk_group": 1, "rope_scaling": SARVAM_YARN, "head_dim": 40},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT_ROUTED, "mlp_layer_types": ["dense", "sparse"]}),
     "glm4_moe_lite, tied, experts below a dense layer": (

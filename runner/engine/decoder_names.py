@@ -18,13 +18,18 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
-_LING_EMBEDDING = "model.word_embeddings.weight"
+_LING_EMBEDDING = "model.word_embeddings.weight"  # Sarvam's, too
 _LING = {
     "model.word_embeddings.": "model.embed_tokens.",
     ".attention.": ".self_attn.",
+    ".self_attn.query_key_value.": ".self_attn.qkv_proj.",
+    ".self_attn.query_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.key_layernorm.": ".self_attn.k_norm.",
     ".self_attn.dense.": ".self_attn.o_proj.",
+    ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
 _OLMO = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
+_FLINT = {".self_attn.softmax_offset": ".self_attn.sinks"}
 _DENSE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 # Of a multi-token-prediction module, whose two layers are what another's one block is.
 _MTP_NORM = "mtp.layers.0.enorm.weight"  # in no other layout, and dense in every checkpoint
@@ -68,7 +73,7 @@ def _replaced(parts: Mapping[str, str], name: str) -> str:
 def _name(name: str) -> str:
     own = name.removeprefix("backbone.")
     if own == name:
-        return _DENSE.sub(r"\1.mlp.\2.", _replaced(_OLMO, name))
+        return _DENSE.sub(r"\1.mlp.\2.", _replaced(_OLMO | _FLINT, name))
     first, _, rest = own.partition(".")
     if first in _BESIDE_LAYERS:
         return f"model.{_BESIDE_LAYERS[first]}.{rest}"

@@ -172,6 +172,15 @@ FAMILIES = {
     "exaone4": Family(**_EXAONE, norms=OLMO_NORMS),
     "exaone_moe": Family(**_EXAONE, experts=mixtures.EXAONE),
     "flex_olmo": Family(**_LATER_OLMO, experts=mixtures.OLMO),
+    "flint": Family(
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="by_layer",
+        is_rope_in_windows=True,
+        norms_round_last=True,
+        has_sinks=True,
+        experts=mixtures.FLINT,
+    ),
     "gemma": Family(**_GEMMA),
     "gemma2": Family(
         **_LATER_GEMMA, reads=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -337,6 +346,8 @@ FAMILIES = {
     "qwen3_next": Family(**_QWEN3_NEXT, delta_nets="by_key_head", experts=mixtures.QWEN2),
     "qwen3_vl_moe_text": Family(output_bias="attention_bias", qk_norm=True, experts=mixtures.QWEN3_VL),
     "qwen3_vl_text": Family(output_bias="attention_bias", qk_norm=True),
+    "sarvam_mla": Family(**_LATENT, experts=mixtures.DEEPSEEK),
+    "sarvam_moe": Family(qk_norm="use_qk_norm", is_rope_partial=True, fused=("qkv",), experts=mixtures.DEEPSEEK),
     "seed_oss": Family(output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "smollm3": Family(
         output_bias="attention_bias",

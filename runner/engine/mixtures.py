@@ -47,7 +47,7 @@ AFMOE = replace(
     layers="behind_dense",
 )
 
-LING = replace(DEEPSEEK, count_key="num_local_experts", corrections="gate.expert_bias", layers="by_type")
+LING = replace(DEEPSEEK, count_key="num_local_experts", layers="by_type")
 EXAONE = replace(
     DEEPSEEK,
     count_key="num_experts",
@@ -182,6 +182,15 @@ _QWEN2: dict[str, Any] = {
     "shared_gate": "shared_expert_gate",
 }
 QWEN2 = Mixture(**_QWEN2, is_normalized="norm_topk_prob", layers="by_step")
+FLINT = Mixture(
+    block="mlp",
+    router_digits="float32",
+    scores="sigmoid",
+    is_normalized="norm_topk_prob",
+    shared="shared_expert",
+    shared_size_key="shared_expert_intermediate_size",
+    layers="by_step",
+)
 QWEN3 = Mixture(block="mlp", is_normalized="norm_topk_prob", layers="by_step")
 QWEN3_VL = Mixture(block="mlp", layers="by_step", stacks="by_input")
 QWEN3_5 = Mixture(**_QWEN2, stacks="by_output")
