@@ -25,6 +25,7 @@ def model_source(model: ModelConfig, name: str) -> ModelSource:
         load_format=model.load_format,
         trust_remote_code=model.trust_remote_code,
         hf_config=model.hf_config,
+        hf_overrides=model.hf_overrides,
         quantization=model.quantization,
         name=name,
     )

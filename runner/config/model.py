@@ -47,6 +47,11 @@ class ModelConfig(Node):
         description="architecture as in config.json, used with load_format=dummy, so that no hub is needed; "
         "null reads config.json",
     )
+    hf_overrides: dict[str, Any] | None = Field(
+        default=None,
+        description="values in place of those of its config.json, such as {rope_scaling: {rope_type: yarn, factor: 4.0,"
+        " original_max_position_embeddings: 32768}}, which makes room for longer texts; null: none",
+    )
     draft: DraftDefaults | None = Field(
         default=None, description="draft of method=draft_model when method.model is null; null: none is known"
     )

@@ -7,8 +7,9 @@ of a checkpoint unless trust_remote_code is set.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch
 from kernels.quantized_weight import FLOAT8
 from kernels.words import Kind
 from runner.engine.architecture import are_names
+from runner.engine.config_overrides import overridden, require_overridable
 from runner.engine.decoder_names import decoder_tensors
 from runner.engine.errors import UserError, first_of
 from runner.engine.json_object import read_json, require_json
@@ -37,6 +39,7 @@ class ModelSource:
     load_format: str = "auto"  # auto | safetensors: from files; dummy: random weights of the config's shape
     trust_remote_code: bool = False
     hf_config: Mapping[str, Any] | None = None  # stands in for config.json when load_format is dummy
+    hf_overrides: Mapping[str, Any] | None = None  # values in place of those of either
     quantization: Kind | None = None  # fp8 | int8: what decoder layers multiply by is held so; None: as it is stored
     quantizes_head: bool = False  # and what their states are multiplied by
     name: str = "model.model"  # the option to name in errors
@@ -48,7 +51,7 @@ class ModelSource:
 
     def has_files_of(self, other: ModelSource) -> bool:
         """Whether both name the same checkpoint, whichever option each is of and however it holds its weights."""
-        apart = {key: getattr(other, key) for key in ("quantization", "quantizes_head", "name")}
+        apart = {key: getattr(other, key) for key in ("hf_overrides", "quantization", "quantizes_head", "name")}
         return replace(self, **apart) == other
 
     @property
@@ -119,7 +122,9 @@ def load_config(source: ModelSource) -> Any:
         if "model_type" not in values:
             raise UserError(f"{name} must have a model_type, got {sorted(values)}; add one, such as model_type: llama")
         try:
-            return text_config(AutoConfig.for_model(values.pop("model_type"), **values), None)
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            read = partial(AutoConfig.for_model, config.model_type)
+            return text_config(_overridden(config, values, source, lambda changed: read(**changed)), None)
         except unreadable as error:
             raise UserError(f"{name} must be a config that transformers reads: {_one_line(error)}; mend it") from error
     directory = resolve_directory(source, weights=not source.is_dummy)
@@ -132,12 +137,29 @@ def load_config(source: ModelSource) -> Any:
     of_code = (ImportError,) if source.trust_remote_code else ()
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
+        path = config.name_or_path
+        config = _overridden(config, read_json(file), source, type(config).from_dict)
+        config.name_or_path = path
     except (*unreadable, *of_code) as error:
         problem = _unread_family(file, source, error) or (
             f"cannot be read: {_one_line(error)}; mend it or download the checkpoint again"
         )
         raise UserError(f"{source.name}: {file} {problem}") from error
     return text_config(config, None if source.is_dummy else lambda: _slices(source))
+
+
+def _overridden(
+    config: Any, values: Mapping[str, Any], source: ModelSource, read: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """The config of these values, or what is read of them where the source has others in their places."""
+    if not source.hf_overrides:
+        return config
+    name = source.name.replace(".model", ".hf_overrides")
+    require_overridable(values, config, source.hf_overrides, name)
+    try:
+        return read(overridden(values, source.hf_overrides))
+    except unreadable_config() as error:
+        raise UserError(f"{name} must have values that transformers reads: {_one_line(error)}; mend them") from error
 
 
 def unreadable_config() -> tuple[type[Exception], ...]:
