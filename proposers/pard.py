@@ -16,9 +16,9 @@ from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.pard import CapturedPard
 from proposers.captured.pard2 import CapturedPard2, CapturedStates
+from proposers.contexts.feature_runner import FeatureRunner
 from proposers.draft_model import DraftModelProposer
 from proposers.drafting.cached_rows import cached_rows
-from proposers.drafting.feature_runner import FeatureRunner
 from proposers.drafting.in_one_pass import OnePassProposer
 from proposers.heads.mask_token import mask_token_id
 from proposers.heads.target_features import (

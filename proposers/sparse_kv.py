@@ -8,7 +8,7 @@ arXiv 2309.17453): the first tokens, which attention leans on whatever they say,
 from __future__ import annotations
 
 from proposers.base import ProposerContext
-from proposers.drafting.kept_context import KeptContext
+from proposers.contexts.kept_context import KeptContext
 from proposers.drafting.self_speculation import SelfSpeculationProposer, require_own_layers
 
 

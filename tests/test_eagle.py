@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from proposers.drafting.head_keys import MAX_STEPS_BEHIND
+from proposers.contexts.head_keys import MAX_STEPS_BEHIND
 from proposers.heads.eagle_layer import eagle_architecture, with_biases_of
 from runner.engine import backend
 from runner.engine.checkpoint import ModelSource

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kernels.cpu.recording import Program
-from proposers.drafting.feature_runner import FeatureRunner
+from proposers.contexts.feature_runner import FeatureRunner
 from proposers.pard import PardProposer
 from runner.engine.checkpoint import ModelSource
 from runner.engine.errors import UserError

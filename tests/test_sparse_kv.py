@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kernels.cpu.kept_blocks import kept_blocks as kept_on_cpu
 from kernels.reference.kept_blocks import kept_blocks
-from proposers.drafting.kept_context import KeptContext
+from proposers.contexts.kept_context import KeptContext
 from proposers.sparse_kv import SparseKVProposer
 from runner.config import HybridMethod, SparseKVMethod, parse_method
 from runner.config.problem import ConfigError

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from kernels.reference.likeliest_tree import NextRows
 from proposers.captured.grown_trees import CapturedGrownTrees, ChosenNodes, LikeliestNodes
 from proposers.captured.head import CapturedHead
-from proposers.drafting.head_keys import NumberedNodes
+from proposers.contexts.head_keys import NumberedNodes
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.operations import take_rows
 

@@ -2,7 +2,7 @@
 
 The first pass computes a row for every place of the last verification. Rows behind the committed tokens are scratch:
 what they store is overwritten before anything sees it. A head that drafts in one pass has mask rows there.
-One that stores nothing starts with the last token's row alone (proposers/drafting/head_keys.py).
+One that stores nothing starts with the last token's row alone (proposers/contexts/head_keys.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from proposers.captured.drafter import GoingOn
-from proposers.captured.fresh_states import FreshStates
 from proposers.captured.token_by_token import CapturedChains
-from proposers.drafting.head_keys import HeadKeys
-from proposers.drafting.known_states import KnownStates
+from proposers.contexts.fresh_states import FreshStates
+from proposers.contexts.head_keys import HeadKeys
+from proposers.contexts.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.request import Request

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from proposers.captured.draft_model import NUM_COMPUTED_AGAIN
 from proposers.captured.drafter import GoingOn
-from proposers.captured.fresh_tokens import FreshTokens
 from proposers.captured.in_one_pass import CapturedOnePass
+from proposers.contexts.fresh_tokens import FreshTokens
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 from runner.engine.request import Request

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proposers.captured.drafter import NoDrafts
 from proposers.captured.pard import CapturedPard
-from proposers.drafting.feature_runner import FeatureRunner
+from proposers.contexts.feature_runner import FeatureRunner
 from runner.engine.device_batch import DeviceBatch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from proposers.captured.token_by_token import CapturedChains
-from proposers.drafting.kept_context import KeptContext
+from proposers.contexts.kept_context import KeptContext
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.model_runner import ModelRunner
 

@@ -3,7 +3,7 @@
 The head predicts the token behind x_p from x_p and the hidden state of position p - 1: the target's for committed
 tokens, its own output for drafted ones. Its row for x_p is stored at place p - 1 of the request's blocks (rotations are
 relative, so the shift is no loss). KV of drafts is scratch: what is accepted is computed again, from the target's
-states. What differs for a head over the target's own keys and values is told in proposers/drafting/head_keys.py.
+states. What differs for a head over the target's own keys and values is told in proposers/contexts/head_keys.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter
 from proposers.captured.fed_trees import CapturedDynamicTrees, CapturedStaticTrees
 from proposers.captured.head import CapturedHead
-from proposers.drafting.head_keys import HeadKeys, TargetKeys, segment_of_tokens
-from proposers.drafting.known_states import KnownStates
+from proposers.contexts.head_keys import HeadKeys, TargetKeys, segment_of_tokens
+from proposers.contexts.known_states import KnownStates
 from proposers.drafting.level_by_level import LevelByLevelProposer, TreeNode
 from proposers.heads.autoregressive import AutoregressiveHead
 from proposers.heads.quantized import quantize_head_of_target

@@ -15,7 +15,7 @@ import torch
 from proposers.base import ProposerContext
 from proposers.captured.drafter import CapturedDrafter, NoDrafts
 from proposers.captured.self_speculation import CapturedSelfSpeculation
-from proposers.drafting.kept_context import KeptContext
+from proposers.contexts.kept_context import KeptContext
 from proposers.drafting.token_by_token import TokenByTokenProposer
 from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError

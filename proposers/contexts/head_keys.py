@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from proposers.base import ProposerContext
-from proposers.captured.fresh_states import FreshStates
-from proposers.drafting.known_states import KnownStates
+from proposers.contexts.fresh_states import FreshStates
+from proposers.contexts.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.forward_batch import ForwardBatch

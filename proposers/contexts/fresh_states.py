@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proposers.captured.fresh_tokens import FreshTokens
-from proposers.drafting.known_states import KnownStates
+from proposers.contexts.fresh_tokens import FreshTokens
+from proposers.contexts.known_states import KnownStates
 from proposers.heads.autoregressive import AutoregressiveHead
 from runner.engine.device_batch import DeviceBatch
 from runner.engine.operations import take_rows
