@@ -30,7 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "model_type": "bailing_hybrid",
         "layer_group_size": 2,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
         "head_dim": 16,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
@@ -180,7 +181,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "olmo_hybrid",
         "layer_types": ["linear_attention", "full_attention"],
         "linear_key_head_dim": 8,
-        "rope_parameters": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
         "pad_token_id": 0,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},  # the second does not turn

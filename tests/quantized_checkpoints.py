@@ -324,7 +324,7 @@ LAYOUTS = {
 
 
 def quantize_checkpoint(
-    directory: Path, layout: Layout, modules: str = r"_proj(_qkvz?|_z|_with_mqa)?$"
+    directory: Path, layout: Layout, modules: str = r"_proj(_qkvz?|_z|_with_mqa)?$|\.dense$"
 ) -> dict[str, Tensor]:
     """Rewrite what the layers of a dense checkpoint multiply by; the dense tensors that it stands for now."""
     file, generator = directory / "model.safetensors", torch.Generator().manual_seed(0)

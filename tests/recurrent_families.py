@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.family_options import EXPERTS, GRANITE
+from tests.family_options import EXPERTS, GRANITE, YARN
 
 DELTA_NET = {
     "head_dim": 16,
@@ -85,12 +85,16 @@ OLMO: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "linear_key_head_dim": 12,
-    "rope_parameters": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},  # nothing turns
     "pad_token_id": 0,
 }
 # name -> (family, options)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_hybrid": ("bailing_hybrid", LING),
+    "bailing_hybrid, as many rows of keys as whole queries have": (
+        "bailing_hybrid",
+        {**LING, "num_attention_heads": 6, "num_key_value_heads": 6},
+    ),
     "bailing_hybrid, queries of a latent, not bounded, another convolution": (
         "bailing_hybrid",
         {**LING, "q_lora_rank": 20, "kda_safe_gate": False, "short_conv_kernel_size": 3, "n_group": 1, "topk_group": 1},
@@ -99,6 +103,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear, queries of a latent, experts in groups, fewer heads": (
         "kimi_linear",
         {**KIMI, "q_lora_rank": 20, "num_expert_group": 2, "topk_group": 1, "moe_renormalize": False}
+        # Of rotations that there are none of.
+        | {"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}
         | {"linear_attn_config": {**KIMI["linear_attn_config"], "num_heads": 2, "short_conv_kernel_size": 3}},
     ),
     "lfm2": ("lfm2", {**SHORT_CONV, "block_multiple_of": 24}),

@@ -52,7 +52,7 @@ BFLOAT16 = (
     "nemotron_h",
     "nemotron_h, experts over a latent",
     "olmo3",
-    "olmo_hybrid",
+    "olmo_hybrid, turned, heads share keys, written once, tied",
     "phi3",
     "qwen2, tied",
     "qwen3",

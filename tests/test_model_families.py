@@ -19,13 +19,14 @@ from tests.family_options import (
     GRANITE,
     GRANITE_OF_WINDOWS,
     LENGTHS,
+    PARTIAL,
     ROUTED,
     SHAPE,
     SLIDING_LAYER,
     VOCAB_SIZE,
 )
-from tests.latent_families import LATENT
-from tests.recurrent_families import DELTA_NET, GRANITE_HYBRID
+from tests.latent_families import LATENT, LATENT_ROUTED
+from tests.recurrent_families import DELTA_NET, GRANITE_HYBRID, KIMI
 from tests.transformers_reference import (
     assert_as_accurate,
     engine_logits,
@@ -102,6 +103,16 @@ def test_the_gelu_of_gemmas_first_releases_is_the_tanh_one() -> None:
             "ernie4_5_moe",
             {"moe_layer_interval": 0},
             "moe_layer_interval of a ernie4_5_moe checkpoint must be >= 1, got 0",
+        ),
+        (
+            "glm4_moe_lite",
+            {**LATENT_ROUTED, "rope_parameters": PARTIAL},
+            r"head_dim of a glm4_moe_lite .* must be its qk_rope_head_dim \(8\) by partial_rotary_factor",
+        ),
+        (
+            "kimi_linear",
+            {**KIMI, "linear_attn_config": {**KIMI["linear_attn_config"], "gate_lower_bound": -5.0}},
+            "linear_attn_config of a kimi_linear checkpoint must have no gate_lower_bound",
         ),
         (
             "qwen3_5_text",

@@ -149,7 +149,8 @@ def test_matrices_that_share_a_quantized_tensor_are_held_as_it_is(name: str, tmp
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "lfm2_moe"]
+    "family",
+    ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "bailing_hybrid", "kimi_linear", "nemotron_h", "lfm2_moe"],
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_layers_with_states_and_gated_attention_multiply_by_is_what_the_checkpoint_holds(
@@ -177,6 +178,8 @@ def test_what_layers_with_states_and_gated_attention_multiply_by_is_what_the_che
                 assert is_dense == [False, *[True] * (len(is_dense) - 2), False]
             elif family.startswith("qwen3"):
                 assert is_dense == [True, False, False]
+            elif family == "bailing_hybrid":
+                assert is_dense == [True, True, False, False]
             else:
                 assert not any(is_dense)
 

@@ -4,8 +4,8 @@ Follows Qwen3-Next and Qwen3.5: a short causal convolution and SiLU over queries
 unit length, and behind it a norm gated by SiLU. Everything between the projections and the result is float32.
 
 Kimi's delta attention (arXiv 2510.26692) forgets each channel of a key by as much as is said of that channel, where the
-gated delta rule has one number for a head; and a sigmoid gates what is behind its norm. Ling 3
-bounds what one token can make it forget.
+gated delta rule has one number for a head; and a sigmoid gates what is behind its norm. Ling 3 bounds what one token
+can make it forget.
 
 Mamba-2's state space (Dao and Gu, arXiv 2405.21060) is the same memory with less done to it: its C, B and x are
 queries, keys and values, of which a token's are written as they are, by as much as the memory forgets; x passes by the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -175,7 +175,8 @@ def read_module(source: ModelSource, module: MtpModule, target: LoadedModel) -> 
     found: Iterable[tuple[str, Any]] = read_tensors(source)
     if module.arch is not None:
         found = split_fused(split_stacks(found, module.arch.experts), module.arch.fused_tensors)
-        found = in_our_order(found, module.arch.head_orders)
+        # A module's block attends, wherever layers of the target do not.
+        found = in_our_order(found, replace(module.arch, delta=None).head_orders)
     tensors = {plain: as_read(tensor) for name, tensor in found if belongs(plain := _plain(name, module))}
     copies = [f"{prefix}{name}.weight" for name in (layout.embedding, layout.head) if name is not None]
     return MtpTensors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kernels.reference.act_and_mul import Activation
 from runner.engine.conv_shapes import SHORT_CONV, ConvShapes, read_conv_shapes
@@ -25,6 +25,7 @@ from runner.engine.multipliers import NO_MULTIPLIERS, Multipliers, read_multipli
 from runner.engine.per_layer_shapes import PerLayerShapes, read_per_layer_shapes
 from runner.engine.rope import RopeKey
 
+Of = TypeVar("Of")
 MOST_LAYERS = 4096  # beyond those that are published: more are a slip, and take memory one by one
 
 
@@ -99,7 +100,7 @@ class Architecture:
     def head_orders(self) -> Mapping[str, list[int]]:
         """Of the elements of a head in our rotations (HeadLayout.order), by tensors' names within a layer."""
         if self.latent is not None:
-            return self.latent.head_orders(self.heads[0].layout)
+            return self._of_attending(self.latent.head_orders(self.heads[0].layout))
         parts = [f"{name}_{kind}" for name in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight")]
         return {f"{layer}self_attn.{part}": order for layer, order in self._reordered.items() for part in parts}
 
@@ -107,8 +108,15 @@ class Architecture:
     def beside_heads(self) -> tuple[str, ...]:
         """Matrices of those whose heads are reordered, and what is multiplied with them."""
         if self.latent is not None:
-            return self.latent.beside_heads
+            return tuple(self._of_attending(dict.fromkeys(self.latent.beside_heads)))
         return tuple(f"{layer}{name}" for layer in self._reordered for name in self.heads[0].qkv_rows)
+
+    def _of_attending(self, by_name: Mapping[str, Of]) -> Mapping[str, Of]:
+        """By tensors' names within a layer: where other layers have tensors of these names, of those that attend."""
+        if self.delta is None:
+            return by_name
+        attending = [layer for layer, has_states in enumerate(self.delta.in_layers) if not has_states]
+        return {f"layers.{layer}.{name}": own for layer in attending for name, own in by_name.items()}
 
     @property
     def _reordered(self) -> Mapping[str, list[int]]:
@@ -184,6 +192,8 @@ def read_architecture(config: Any) -> Architecture | None:
         return None
     family = FAMILIES[name]
     is_ours = all(_found(config, key, value) == value for key, value in family.fixed_values.items())
+    if config.architectures and family.architectures:
+        is_ours = is_ours and architectures[0] in family.architectures
     if family.delta_nets is not None or family.has_short_convs:
         if config.layer_types is None:
             raise UserError(f"layer_types of a {name} checkpoint must list its layers, got None; mend its config")
@@ -259,7 +269,7 @@ def _found(config: Any, key: str, default: Any) -> Any:
 
 def _attention_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.is_latent:
-        return latent_scale(config)
+        return latent_scale(config, family)
     if family.has_multipliers:
         return float(config.attention_multiplier)
     if family.norms_values:

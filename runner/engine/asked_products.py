@@ -19,7 +19,6 @@ from runner.engine.operations import Rows, linear, whole
 
 # Of an output before it is added to the residual stream, and of the sum, and what scales it.
 Norms = tuple[RMSNorm | None, RMSNorm | None, torch.Tensor | None]
-NO_NORMS: Norms = (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +29,11 @@ class AskedProduct:
     in_features: int | None = None  # of rows; None: of the first weight
     rows_for_one: int = 1  # a weight meets one of so many rows
     of_experts: bool = False  # in tiles as plan_linear has them for experts; heads have such, too
-    norms: Norms = NO_NORMS  # behind it, which add up what it leaves in parts
+    norms: Norms | None = None  # behind it, which add up what it leaves in parts; None: nothing is added to it
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.multiply(x)
-        if self.norms == NO_NORMS:
+        if self.norms is None:
             return whole(rows)
         residual = x[:, :1].repeat(1, rows.shape[1])  # a row's own
         return torch.cat(add_output(rows, residual, *self.norms), dim=1)
@@ -42,12 +41,16 @@ class AskedProduct:
 
 def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[AskedProduct]:
     """Of layers of each kind that a decoder or a draft head has."""
+    # The norm of the layer behind one is like that of one of these.
+    next_norms = list({layer.input_norm is None: layer.input_norm for layer in layers}.values())
     return [
-        asked for layer in layers for asked in (*_of_mlp(layer, tile), *_of_mixer(layer, tile), *_of_input(layer, tile))
+        asked
+        for layer in layers
+        for asked in (*_of_mlp(layer, next_norms, tile), *_of_mixer(layer, tile), *_of_input(layer, tile))
     ]
 
 
-def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
+def _of_mlp(layer: DecoderLayer, next_norms: Sequence[RMSNorm | None], tile: int | None) -> list[AskedProduct]:
     mlp = layer.mlp
     if isinstance(mlp, NoMLP):
         return []
@@ -55,10 +58,9 @@ def _of_mlp(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
         return _of_experts(mlp, tile)
     if isinstance(mlp, MLPBesideExperts):
         return [_of_dense(mlp.mlp, (mlp.after_mlp, None, None), tile), *_of_experts(mlp.experts, tile)]
-    # The norm of the layer behind it is like its own.
-    is_last = layer.per_layer_input is None
-    norms = (layer.after_mlp, layer.input_norm, layer.scale) if is_last else (layer.after_mlp, None, None)
-    return [_of_dense(mlp, norms, tile)]
+    if layer.per_layer_input is not None:
+        return [_of_dense(mlp, (layer.after_mlp, None, None), tile)]
+    return [_of_dense(mlp, (layer.after_mlp, norm, layer.scale), tile) for norm in next_norms]
 
 
 def _of_dense(mlp: MLP, norms: Norms, tile: int | None) -> AskedProduct:
@@ -106,7 +108,7 @@ def _of_mixer(layer: DecoderLayer, tile: int | None) -> list[AskedProduct]:
             AskedProduct(
                 multiply=partial(product.in_parts if product in in_parts else product, tile=tile),
                 weights=[product.weight],
-                norms=norms if product in last else NO_NORMS,
+                norms=norms if product in last else None,
             )
             for product in layer.mixer.products
         ),

@@ -260,7 +260,7 @@ def read_tensors(source: ModelSource) -> Iterator[tuple[str, Any]]:
     """(name, safetensors slice) of every tensor; a slice is read only where it is indexed, but for small ones of GPTQ.
 
     Of a checkpoint that takes more than text these are its language model's, named as one alone names them; those of
-    Nemotron-H and LFM2 are named as other decoders'.
+    families that name them otherwise are named as other decoders'.
     A quantized weight comes under the name that it would have dense, as a QuantizedTensor, which is dense where it is
     indexed, or with those of other experts as an Mxfp4Stack or a ScaledStack.
     """

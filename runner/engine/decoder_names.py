@@ -18,7 +18,7 @@ _MIXER = re.compile(r"^(layers\.\d+)\.mixer\.(\w+)")
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_STATES = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 _NORM = re.compile(r"^(layers\.\d+)\.norm\.")
-_LING_EMBEDDING = "model.word_embeddings.weight"  # Sarvam's, too
+_OF_LING = re.compile(r"^model\.layers\.\d+\.attention\.")  # or Sarvam; a module may lie there alone
 _LING = {
     "model.word_embeddings.": "model.embed_tokens.",
     ".attention.": ".self_attn.",
@@ -57,9 +57,10 @@ _LFM2 = {
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Named tensors of a checkpoint; those of a backbone, of LFM2 and of Ling by the names of other decoders'."""
     rename = _name
-    for own, names in ((_LFM2_NORM, _LFM2), (_LING_EMBEDDING, _LING)):
-        if own in tensors:
-            rename = partial(_replaced, names)
+    if _LFM2_NORM in tensors:
+        rename = partial(_replaced, _LFM2)
+    elif any(map(_OF_LING.match, tensors)):
+        rename = partial(_replaced, _LING)
     found = {rename(name): tensor for name, tensor in tensors.items()}
     return {_replaced(_MTP_BLOCK, name): own for name, own in found.items()} if _MTP_NORM in found else found
 

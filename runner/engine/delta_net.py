@@ -1,4 +1,6 @@
-"""A gated delta net in place of a layer's attention: Qwen3-Next, Qwen3.5 (Yang et al., arXiv 2412.06464).
+"""A gated delta net in place of a layer's attention: Qwen3-Next, Qwen3.5, OLMo Hybrid (Yang et al., arXiv 2412.06464).
+
+And Ling 3's delta attention, which forgets by channel.
 
 What it knows of a request's past is a state of fixed size in place of keys and values for every token.
 """
@@ -50,7 +52,8 @@ class GatedDeltaNet(RecurrentMixer):
             dtype=dtype,
             quantization=quantization,
         )
-        # Few rows, and what they say is taken to the power of e: never quantized.
+        # What they say is taken to the power of e: never quantized. They are few, but for Ling's, which are as many as
+        # its queries.
         self.gates_proj = ColumnParallelLinear(
             arch.hidden_size,
             arch.delta.gate_rows,

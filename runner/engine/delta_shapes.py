@@ -120,6 +120,8 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
             f"{keys.num_value_heads} of a {config.model_type} checkpoint must be divisible by {keys.num_key_heads} "
             f"({num_key_heads}), got {num_value_heads}; mend its config"
         )
+    if layout == "kimi":
+        _require_unbounded(config)
     return DeltaShapes(
         layout=layout,
         keys=keys,
@@ -139,6 +141,16 @@ def read_delta_shapes(config: Any, family: Family) -> DeltaShapes:
         has_biases=bool(getattr(config, keys.biases, False)),
         has_convolution_bias=bool(getattr(config, keys.convolution_bias, False)),
     )
+
+
+def _require_unbounded(config: Any) -> None:
+    """Raises UserError for what Kimi Linear's code does not read."""
+    bound = (getattr(config, "linear_attn_config", None) or {}).get("gate_lower_bound")
+    if bound is not None:
+        raise UserError(
+            f"linear_attn_config of a {config.model_type} checkpoint must have no gate_lower_bound, got {bound}; "
+            "choose a checkpoint of Kimi Linear"
+        )
 
 
 def _most_forgotten(config: Any) -> float | None:

@@ -77,7 +77,9 @@ class Family:
     is_rope_interleaved: bool | str = False  # neighbours turn together, not the halves of what is rotated
     has_bases_by_layer: bool = False  # where it reads layer_rope_theta; else that says who turns
     is_rope_in_windows: bool = False  # and nothing turns in layers that see all, where others have windows
+    architectures: tuple[str, ...] = ()  # as configs name them, where others have the model_type too
     has_rope: bool = True
+    ignores_rotary_factor: bool = False  # as large as heads' turned part is stated, all of it turns
     is_rope_optional: bool = False  # where a config has no rope_theta nothing turns
     has_blocks: bool = False  # a layer is an attention, what stands in its place, an MLP or experts, as layer_types say
     eps_key: str = "rms_norm_eps"  # of the config

@@ -78,7 +78,7 @@ def read_latent_shapes(config: Any, family: Family) -> LatentShapes:
         if size is None or size < 1:
             raise UserError(f"{key} {of} >= 1, got {size}; mend its config")
     if family.has_rope:
-        _require_size_of_turned(config, of)
+        _require_size_of_turned(config, family, of)
     return LatentShapes(
         num_heads=config.num_attention_heads,
         q_lora_rank=config.q_lora_rank,
@@ -89,21 +89,23 @@ def read_latent_shapes(config: Any, family: Family) -> LatentShapes:
     )
 
 
-def _require_size_of_turned(config: Any, of: str) -> None:
+def _require_size_of_turned(config: Any, family: Family, of: str) -> None:
     """Raises UserError unless transformers' rotations are made for it."""
     turned, parameters = config.qk_rope_head_dim, config.rope_parameters
     part = float(parameters.get("partial_rotary_factor") or 1.0)
-    if parameters.get("rope_type", "default") == "default" and config.head_dim == turned:
-        return  # Ling 3 states the factor of a head that is as large as those of its other layers
-    if int(config.head_dim * part) != turned:
+    if family.ignores_rotary_factor and part != 1.0 and parameters.get("rope_type", "default") != "default":
+        raise UserError(
+            f"rope_parameters {of} without partial_rotary_factor where rotations are extended, got {part:g}; remove it"
+        )
+    if not family.ignores_rotary_factor and int(config.head_dim * part) != turned:
         of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
         raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")
 
 
-def latent_scale(config: Any) -> float:
+def latent_scale(config: Any, family: Family) -> float:
     """Of the logits. A rope that extends texts says how much steeper they become (YaRN, arXiv 2309.00071)."""
     scale = math.sqrt(1.0 / (config.qk_nope_head_dim + config.qk_rope_head_dim))
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = config.rope_parameters if family.has_rope else {}
     steepness, factor = float(parameters.get("mscale_all_dim") or 0.0), float(parameters.get("factor") or 1.0)
     if parameters.get("rope_type", "default") != "default" and factor > 1.0:
         scale *= (0.1 * steepness * math.log(factor) + 1.0) ** 2

@@ -6,9 +6,14 @@ from tests.aot.kernel import OVERLAPS, Kernel
 
 HEADS_OF_DELTA_NET = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "VALUE_DIM": 128, "VALUE_BLOCK": 128, "ROW": 392}
 HEADS_OF_DELTA_NET |= {"IS_STATE_SPACE": False, "BY_CHANNEL": False, "bias_ptr": None, "skip_ptr": None}
+HEADS_OF_DELTA_NET |= {"KEY_DIM": 128, "KEY_BLOCK": 128, "MOST_FORGOTTEN": None, "WRITES_TWICE": False}
 HEADS_OF_KIMI = {**HEADS_OF_DELTA_NET, "NUM_KEY_HEADS": 32, "BY_CHANNEL": True, "ROW": 520}
+HEADS_OF_LING = {**HEADS_OF_KIMI, "MOST_FORGOTTEN": 5.0}
+HEADS_OF_OLMO = {**HEADS_OF_DELTA_NET, "NUM_KEY_HEADS": 30, "NUM_VALUE_HEADS": 30, "KEY_DIM": 96, "ROW": 392}
+HEADS_OF_OLMO |= {"VALUE_DIM": 192, "VALUE_BLOCK": 256, "WRITES_TWICE": True}
 HEADS_OF_STATE_SPACE = {"NUM_KEY_HEADS": 1, "NUM_VALUE_HEADS": 64, "VALUE_DIM": 64, "VALUE_BLOCK": 64, "ROW": 328}
-HEADS_OF_STATE_SPACE |= {"IS_STATE_SPACE": True, "BY_CHANNEL": False}
+HEADS_OF_STATE_SPACE |= {"IS_STATE_SPACE": True, "BY_CHANNEL": False, "KEY_DIM": 128, "KEY_BLOCK": 128}
+HEADS_OF_STATE_SPACE |= {"MOST_FORGOTTEN": None, "WRITES_TWICE": False}
 HEADS_OF_STATE_SPACE |= dict.fromkeys(("written_ptr", "norm_ptr", "eps_ptr"))
 
 STATES = [
@@ -38,7 +43,7 @@ STATES = [
             ("fp32", False, 2),
         )
     ),
-    # Qwen3.5-9B, Granite 4 H and Kimi Linear: in steps of equal rows, and as a launch of prompts counts them.
+    # Of Qwen3.5-9B, Granite 4 H, Kimi Linear, Ling 3, OLMo Hybrid: in steps of equal rows, and as prompts are counted.
     *(
         Kernel(
             module="kernels.gated_delta",
@@ -49,18 +54,20 @@ STATES = [
             constants={
                 **dict.fromkeys(() if counted else ("first_rows_ptr", "counts_ptr")),
                 **constants,
-                "MOST_FORGOTTEN": None,
-                "WRITES_TWICE": False,
-                "KEY_DIM": 128,
-                "KEY_BLOCK": 128,
                 "TAPS": 4,
                 OVERLAPS: True,
             },
-            options={"num_warps": constants["VALUE_DIM"] // 16},
+            options={"num_warps": min(8, constants["VALUE_BLOCK"] // 16)},
             max_shared=16384,
         )
-        for constants in (HEADS_OF_DELTA_NET, HEADS_OF_STATE_SPACE, HEADS_OF_KIMI)
-        for dtype in ("bf16", "fp16", "fp32")
+        for constants, dtypes in (
+            (HEADS_OF_DELTA_NET, ("bf16", "fp16", "fp32")),
+            (HEADS_OF_STATE_SPACE, ("bf16", "fp16", "fp32")),
+            (HEADS_OF_KIMI, ("bf16", "fp32")),
+            (HEADS_OF_LING, ("bf16",)),
+            (HEADS_OF_OLMO, ("bf16",)),
+        )
+        for dtype in dtypes
         for counted in (False, True)
     ),
     # LFM2.5-1.2B: in steps of equal rows, and as a launch of prompts counts them.
