@@ -22,7 +22,7 @@ from kernels.kernel import Kernel
 from kernels.linear_plan import plan_linear
 from kernels.linear_tile import results_of_tile, store_tile, sum_tile
 from kernels.quantized_weight import QuantizedWeight
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import Activation, name_and_limit
 from kernels.reference.experts import Routing
 from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv, next_power_of_2
@@ -59,6 +59,7 @@ def linear_of_experts_kernel(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # as results_of_tile has them
+    MOST: tl.constexpr,
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -135,7 +136,9 @@ def linear_of_experts_kernel(
         READING,
         BLOCK_K,
     )
-    results = results_of_tile(total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, 0.0)
+    results = results_of_tile(
+        total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, MOST, 0.0
+    )
     store_tile(results, out_ptr, features, places, end, out_features)
 
 
@@ -243,6 +246,7 @@ def _launch(
     )
     num_tiles = num_places // plan.tokens + num_experts
     overlaps = can_overlap(x.device)
+    name, most = name_and_limit(activation)
     linear_of_experts_kernel[(num_tiles * cdiv(out_features, plan.features),)](
         x,
         rows,
@@ -269,7 +273,8 @@ def _launch(
         EXPERTS=next_power_of_2(num_experts),
         SPLITS=plan.splits,
         GATED=gated,
-        ACTIVATION=activation,
+        ACTIVATION=name,
+        MOST=most,
         EVEN_K=in_features % plan.block_k == 0,
         TOKENS=plan.tokens,
         FEATURES=plan.features,

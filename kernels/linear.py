@@ -32,7 +32,7 @@ from kernels.last_to_arrive import arrival_counters, is_last_to_arrive
 from kernels.linear_plan import LinearPlan, plan_linear
 from kernels.linear_tile import results_of_tile, store_tile, sum_of_partials, sum_tile
 from kernels.quantized_weight import QuantizedWeight
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import Activation, name_and_limit
 from kernels.reference.partial_sums import PartialSums
 from kernels.shared_memory import shared_memory
 from kernels.sizes import cdiv
@@ -66,6 +66,7 @@ def linear_kernel(
     LEAVES: tl.constexpr,  # the partial sums to the launch behind this one
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # as results_of_tile has them
+    MOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     TOKENS: tl.constexpr,
@@ -144,7 +145,7 @@ def linear_kernel(
             if STEP_GROUPS:
                 end_scales = None
             results = results_of_tile(
-                total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, SOFTCAP
+                total, up_total, end_scales, bias_ptr, features, out_features, GATED, ACTIVATION, MOST, SOFTCAP
             )
             store_tile(results, out_ptr, features, tokens, num_rows, out_features)
 
@@ -237,6 +238,7 @@ def _launch(
         partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
         arrivals = arrival_counters(plan.num_tiles, x.device)
     overlaps = can_overlap(x.device)
+    name, most = name_and_limit(activation)
     linear_kernel[(token_tiles, feature_tiles)](
         x,
         numbers,
@@ -260,7 +262,8 @@ def _launch(
         IS_SPREAD=plan.is_spread,
         LEAVES=leaves,
         GATED=gated,
-        ACTIVATION=activation,
+        ACTIVATION=name,
+        MOST=most,
         SOFTCAP=softcap or 0.0,
         EVEN_K=in_features % plan.block_k == 0,
         TOKENS=plan.tokens,

@@ -164,6 +164,12 @@ def sum_of_partials(partial_ptrs, SPLITS: tl.constexpr, FEATURES: tl.constexpr, 
 
 
 @triton.jit
+def cut_off(sums, most: tl.constexpr):
+    """To [-most, most]; what is no number stays so."""
+    return tl.where(tl.abs(sums) > most, tl.where(sums > 0.0, most, -most), sums)
+
+
+@triton.jit
 def results_of_tile(
     sums,  # [FEATURES, TOKENS]
     up_sums,  # of the up rows, if GATED
@@ -173,6 +179,7 @@ def results_of_tile(
     out_features,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of what is gated
+    MOST: tl.constexpr,  # of what it gives, and of the other half; or None
     SOFTCAP: tl.constexpr,  # results become SOFTCAP * tanh(result / SOFTCAP); 0.0: they do not
 ):
     """What the sums become, not yet rounded."""
@@ -194,9 +201,13 @@ def results_of_tile(
             power = gelu_power(sums)
         if ACTIVATION == "clamped_swiglu":
             sums = tl.where(sums > LIMIT, LIMIT, sums)  # what is no number stays so
-            up_sums = tl.where(tl.abs(up_sums) > LIMIT, tl.where(up_sums > 0.0, LIMIT, -LIMIT), up_sums) + 1.0
+            up_sums = cut_off(up_sums, LIMIT) + 1.0
             power = ALPHA * sums
-        sums = sums / (1.0 + tl.exp(-power)) * up_sums
+        sums = sums / (1.0 + tl.exp(-power))
+        if MOST is not None:
+            sums = tl.where(sums > MOST, MOST, sums)
+            up_sums = cut_off(up_sums, MOST)
+        sums *= up_sums
     if SOFTCAP > 0.0:
         sums = tanh(sums / SOFTCAP) * SOFTCAP
     return sums

@@ -32,7 +32,7 @@ from kernels.cpu.rows import cap_in_place, scale
 from kernels.cpu.sampling import greedy
 from kernels.cpu.tree_rows import tree_rows as tree_rows_on_cpu
 from kernels.paged_segments import PagedSegments
-from kernels.reference.act_and_mul import ACTIVATIONS, Activation, act_and_mul
+from kernels.reference.act_and_mul import ACTIVATIONS, Activation, LimitedSilu, act_and_mul
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rope import RopeTable, apply_rope
 from kernels.reference.softcap import softcap
@@ -565,7 +565,7 @@ def test_norms_are_what_the_definition_says_and_rows_their_own(width: int) -> No
         assert torch.equal(add_rms_norm_on_cpu(x[own], residual[own], weight, eps)[0], normed[own])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, LimitedSilu(0.5)], ids=str)
 @pytest.mark.parametrize("width", [64, 100])
 def test_gates_are_what_the_definition_says_and_rows_their_own(width: int, activation: Activation) -> None:
     gate_up = torch.randn(9, 2 * width, generator=torch.Generator().manual_seed(2)) * 5

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import linear_plan
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import experts as reference
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import Activation, LimitedSilu
 from kernels.reference.experts import Routing, RoutingRule, Scores
 from kernels.words import Kind
 from tests.emulated_device import EmulatedDevice
@@ -204,7 +204,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of the interpreter, where a gelu is nothing
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])  # the last of experts with biases
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu", LimitedSilu(0.5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_error_of_experts_products_is_that_of_torch(
@@ -218,7 +218,9 @@ def test_the_error_of_experts_products_is_that_of_torch(
     down, hidden = randn(5, 66, 72, dtype=dtype, seed=2), randn(len(routing.rows), 72, dtype=dtype, seed=3)
     cases = (("gated_linear_of_experts", x, up, (activation,)), ("linear_of_experts", hidden, down, ()))
     for op, rows, weights, gate in cases:
-        biases = randn(5, weights.shape[1], dtype=dtype, seed=4) * 3 if activation == "clamped_swiglu" else None
+        biases = (
+            randn(5, weights.shape[1], dtype=dtype, seed=4) * 3 if activation == "clamped_swiglu" else None
+        )  # gpt-oss's
         on_device = (None if given is None else given.to(kernel_device) for given in (rows, weights, biases))
         own_rows, own_weights, own_biases = on_device
         found = getattr(products, op)(own_rows, own_weights.unbind(), there, own_biases, *gate)

@@ -17,7 +17,7 @@ from kernels.cpu.panels import Panels, Weight, can_pack, pack, unpack
 from kernels.cpu.recording import Pool, recording
 from kernels.quantized_weight import num_groups, quantize
 from kernels.reference import experts as reference
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import Activation, LimitedSilu
 from kernels.reference.experts import Routing, RoutingRule, Scores
 from kernels.words import Kind
 from runner.engine.experts import split_rows
@@ -94,7 +94,7 @@ def test_rows_of_no_numbers_go_to_as_many_experts_as_others(scores: Scores) -> N
         assert len(set(experts.tolist())) == 3 and experts[0] == first
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])  # the last of experts with biases
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu", LimitedSilu(0.5)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 4, 2), (5, 7, 3), (20, 3, 2), (40, 2, 1)], ids=str)  # rows, experts, choices
 @pytest.mark.parametrize("held", [None, "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -113,7 +113,7 @@ def test_results_are_those_of_each_places_expert(
     gate_up, down = (panels(whole, num_experts) for whole in wholes)
     exact = [list(unpack(whole).double().chunk(num_experts)) for whole in wholes]
     biases: list[Tensor] | list[None] = [None, None]
-    if activation == "clamped_swiglu":
+    if activation == "clamped_swiglu":  # gpt-oss's
         biases = [4 * randn(num_experts, width, dtype=dtype, seed=4) for width in (2 * INNER, HIDDEN)]
     exact_biases = [None if own is None else own.double() for own in biases]
     inner = gated_linear_of_experts(x, gate_up, routing, biases[0], activation)

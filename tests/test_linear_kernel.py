@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_plan
-from kernels.reference.act_and_mul import LIMIT, Activation, act_and_mul
+from kernels.reference.act_and_mul import LIMIT, Activation, LimitedSilu, act_and_mul
 from kernels.reference.softcap import softcap
 from runner.engine.start_check import _rows_agree
 from tests.product_errors import assert_error_is_torchs
@@ -65,7 +65,9 @@ def test_the_error_of_a_product_is_that_of_torch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", True), ("clamped_swiglu", True)]
+    ("activation", "has_bias"),
+    [("silu", False), ("silu", True), ("gelu_tanh", True), ("clamped_swiglu", True), (LimitedSilu(0.5), True)],
+    ids=str,
 )
 def test_the_error_of_a_gated_product_is_that_of_torch(
     kernel_device: torch.device, dtype: torch.dtype, activation: Activation, has_bias: bool

@@ -17,7 +17,7 @@ import torch
 from kernels.cpu import linear_amx
 from kernels.cpu.linear import linear as linear_from_panels
 from kernels.cpu.panels import can_pack, pack
-from kernels.reference.act_and_mul import act_and_mul
+from kernels.reference.act_and_mul import LimitedSilu, act_and_mul
 from kernels.reference.gate import gate
 from kernels.reference.linear import linear, rows_keep_their_bits
 from kernels.reference.paged_attention import paged_attention, places_keep_their_bits
@@ -148,6 +148,7 @@ ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {  # of two operands [num_
     "silu_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1)),
     "gelu_tanh_and_mul": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "gelu_tanh"),
     "clamped_swiglu": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), "clamped_swiglu"),
+    "limited_silu": lambda x, y, weight: act_and_mul(torch.cat((x, y), dim=1), LimitedSilu(0.5)),
     "gelu_tanh_gate": lambda x, y, weight: gate(x, y, "gelu_tanh"),
     "gelu_tanh_gate_of_columns": lambda x, y, weight: gate(torch.cat((y, x), dim=1)[:, y.shape[1] :], y, "gelu_tanh"),
     "softcap": lambda x, y, weight: softcap(x.float(), 2.0),

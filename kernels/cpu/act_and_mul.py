@@ -9,23 +9,25 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from kernels.cpu.bits import float_of_bits
 from kernels.cpu.elements import ELEMENTS, elements, narrow, widen
 from kernels.cpu.exp2 import LOG2_E, exp2, gelu_power
-from kernels.cpu.kernel import Kernel, arguments_of
+from kernels.cpu.kernel import Kernel, arguments_of, bits_of
 from kernels.cpu.recording import empty
 from kernels.cpu.threads import parts_of
 from kernels.reference import act_and_mul as reference
-from kernels.reference.act_and_mul import Activation
+from kernels.reference.act_and_mul import Activation, ActivationName, name_and_limit
 
 ONE = np.float32(1.0)
 ALPHA, LIMIT = np.float32(reference.ALPHA), np.float32(reference.LIMIT)  # of clamped_swiglu
 CHUNK = 64  # columns that a thread takes at a time
 PART_WORK = 1 << 12  # numbers, gated in some microseconds
-Arguments = arguments_of("gated", "gate_up", "num_rows", "width")
+# The last: the bits of a float32, where there is one.
+Arguments = arguments_of("gated", "gate_up", "num_rows", "width", "limit")
 
 
 @cache
-def rows_gate(element: Any, activation: Activation) -> Kernel:
+def rows_gate(element: Any, activation: ActivationName, is_limited: bool) -> Kernel:
     """Of tensors of these elements."""
     is_gelu, is_clamped = activation == "gelu_tanh", activation == "clamped_swiglu"
 
@@ -36,6 +38,7 @@ def rows_gate(element: Any, activation: Activation) -> Kernel:
         chunks = (width + CHUNK - 1) // CHUNK
         first = min(chunks * part // num_parts * CHUNK, width)
         end = min(chunks * (part + 1) // num_parts * CHUNK, width)
+        limit = float_of_bits(np.int32(a.limit))
         for row in range(num_rows):
             out, gates, ups = to[row, first:end], rows[row, first:end], rows[row, width + first : width + end]
             for column in range(end - first):
@@ -45,7 +48,10 @@ def rows_gate(element: Any, activation: Activation) -> Kernel:
                     power = ALPHA * gate
                 else:
                     power = gelu_power(gate) if is_gelu else gate
-                out[column] = narrow(gate / (ONE + exp2(-power * LOG2_E)) * up, gates[column])
+                gated = gate / (ONE + exp2(-power * LOG2_E))
+                if is_limited:
+                    gated, up = min(gated, limit), min(max(up, -limit), limit)
+                out[column] = narrow(gated * up, gates[column])
 
     return Kernel(gate_rows, Arguments)
 
@@ -55,6 +61,7 @@ def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     gate_up, num_rows, width = gate_up.contiguous(), len(gate_up), gate_up.shape[1] // 2
     gated = empty(num_rows, width, dtype=gate_up.dtype)
     parts = parts_of(num_rows * width, PART_WORK, -(-width // CHUNK))
-    gate = rows_gate(ELEMENTS[gate_up.dtype], activation)
-    gate(gated.data_ptr(), gate_up.data_ptr(), num_rows, width, parts=parts)
+    name, limit = name_and_limit(activation)
+    gate = rows_gate(ELEMENTS[gate_up.dtype], name, limit is not None)
+    gate(gated.data_ptr(), gate_up.data_ptr(), num_rows, width, bits_of(limit or 0.0), parts=parts)
     return gated

@@ -173,7 +173,8 @@ def block_architecture(arch: Architecture, hf_config: Any, kind: str | None) -> 
         norms = replace(norms, before_mlp=PRE_NORMS.before_mlp)
     experts = arch.experts
     if experts is not None:
-        experts = replace(experts, in_layers=(True,) if family.has_blocks else experts.in_layers[-1:])
+        in_layers = (True,) if family.has_blocks else experts.in_layers[-1:]
+        experts = replace(experts, in_layers=in_layers, limits=(), shared_limits=())
     return replace(
         arch,
         num_layers=1,

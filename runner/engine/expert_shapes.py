@@ -25,6 +25,9 @@ class ExpertShapes:
     latent_size: int | None  # of what experts read and leave; None: the hidden size
     shared_size: int  # intermediate, of the MLP beside them; 0: there is none
     in_layers: tuple[bool, ...]  # of each layer; the others have an MLP alone
+    # Of each of the first layers, or none: what is gated is cut off there (LimitedSilu), of experts and of `shared`.
+    limits: tuple[float | None, ...] = ()
+    shared_limits: tuple[float | None, ...] = ()
 
     @property
     def router_name(self) -> str:
@@ -109,7 +112,26 @@ def read_expert_shapes(config: Any, mixture: Mixture | None) -> ExpertShapes | N
         latent_size=_latent_size(config, mixture),
         shared_size=_shared_size(config, mixture, size),
         in_layers=tuple(_has_experts(config, mixture, layer) for layer in range(config.num_hidden_layers)),
+        limits=_limits(config, mixture.limits_key),
+        shared_limits=_limits(config, mixture.shared_limits_key),
     )
+
+
+def _limits(config: Any, key: str | None) -> tuple[float | None, ...]:
+    """Of layers, as a config lists them; 0: there is none."""
+    told = None if key is None else getattr(config, key, None)
+    if told is None:
+        return ()
+    if not isinstance(told, list | tuple) or not all(one is None or (_is_number(one) and one >= 0) for one in told):
+        raise UserError(
+            f"{key} of a {config.model_type} checkpoint must list a number >= 0 for each layer, got {told!r}; mend its "
+            "config"
+        )
+    return tuple(float(one) if one else None for one in told)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(config: Any, key: str) -> Any:

@@ -52,6 +52,7 @@ class Experts:
         dtype: torch.dtype,
         *,
         activation: Activation,
+        shared_activation: Activation,
         quantization: Quantization | None = None,  # of their products, by names within the layer
     ) -> None:
         self.shapes, self.shard, self._activation = shapes, shard, activation
@@ -107,7 +108,7 @@ class Experts:
                 name=shapes.shared_name,
                 bias=False,
                 is_gated=self.is_gated,
-                activation=activation,
+                activation=shared_activation,
                 quantization=quantization,
             )
             if shapes.shared_size

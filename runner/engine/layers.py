@@ -6,12 +6,14 @@ weights are allocated empty, and weight_targets() says which checkpoint tensor f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from kernels.cpu.panels import Change, Weight
+from kernels.reference.act_and_mul import Activation, LimitedSilu
 from runner.engine.architecture import Architecture
 from runner.engine.attention import Attention
 from runner.engine.delta_net import GatedDeltaNet
@@ -111,7 +113,13 @@ class DecoderLayer:
             self.mlp = mlp()
         else:
             self.mlp = Experts(
-                experts, arch.hidden_size, shard, dtype, activation=arch.activation, quantization=quantization
+                experts,
+                arch.hidden_size,
+                shard,
+                dtype,
+                activation=_limited(arch.activation, experts.limits, layer),
+                shared_activation=_limited(arch.activation, experts.shared_limits, layer),
+                quantization=quantization,
             )
             if is_beside_mlp:
                 self.mlp = MLPBesideExperts(mlp(), self.mlp, arch, dtype)
@@ -245,6 +253,11 @@ class DecoderLayer:
         if self.scale is not None:
             own[f"{prefix}layer_scalar"] = WeightTarget(view=self.scale.view(1))
         return own | self.mixer.weight_targets(prefix) | self.mlp.weight_targets(prefix)
+
+
+def _limited(activation: Activation, limits: Sequence[float | None], layer: int) -> Activation:
+    limit = limits[layer] if layer < len(limits) else None
+    return activation if limit is None else LimitedSilu(limit)
 
 
 def _held(weight: Weight) -> tuple[Any, ...]:

@@ -33,6 +33,9 @@ class Mixture:
     shared: str | None = None  # name of the MLP beside the experts, within the block, which all rows go to
     shared_count_key: str = ""  # how many experts' size it has, or:
     shared_size_key: str = ""  # its size
+    # Of the config: each layer's limit of what is gated (LimitedSilu), of experts and of the MLP beside them.
+    limits_key: str | None = None
+    shared_limits_key: str | None = None
     shared_gate: str | None = None  # name, within the block, of what it is gated by, one number a row
     # That have a mixture, as the config says it.
     layers: Literal["all", "behind_dense", "behind_first", "by_block", "by_step", "by_type", "in_range", "listed"] = (

@@ -47,7 +47,13 @@ AFMOE = replace(
     layers="behind_dense",
 )
 
-LING = replace(DEEPSEEK, count_key="num_local_experts", layers="by_type")
+LING = replace(
+    DEEPSEEK,
+    count_key="num_local_experts",
+    layers="by_type",
+    limits_key="expert_swiglu_limit_list",
+    shared_limits_key="share_expert_swiglu_limit_list",
+)
 EXAONE = replace(
     DEEPSEEK,
     count_key="num_experts",

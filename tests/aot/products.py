@@ -73,6 +73,7 @@ def linear_kernel(
             "LEAVES": leaves,
             "GATED": gated,
             "ACTIVATION": activation,
+            "MOST": None,
             "SOFTCAP": softcap,
             "STEP_GROUPS": plan.step_groups,
             "READING": "dense" if held == "bf16" else held,
@@ -95,6 +96,7 @@ def linear_of_experts_kernel(
     group_size: int | None = None,  # columns that share a scale; None: all do
     num_experts: int = 128,
     activation: str = "silu",
+    most: float | None = None,  # of what is gated
     has_bias: bool = False,
     of_rows: bool = False,  # what gated ones are of anyway
 ) -> Kernel:
@@ -125,6 +127,7 @@ def linear_of_experts_kernel(
             "EXPERTS": num_experts,
             "GATED": gated,
             "ACTIVATION": activation,
+            "MOST": most,
             "STEP_GROUPS": plan.step_groups,
             "READING": "dense" if held == "bf16" else held,
         },
@@ -229,7 +232,7 @@ PRODUCTS = [
         constants=dict.fromkeys(["scales_ptr", "zeros_ptr", "block_scales_ptr", "partials_ptr", "arrivals_ptr"])
         | {"SPLITS": 1, "IS_SPREAD": False, "LEAVES": False, "GATED": False, "EVEN_K": False, "STEP_GROUPS": False}
         | {"TOKENS": 16, "FEATURES": 64, "BLOCK_K": 32, "READING": "dense"}
-        | {"ACTIVATION": "silu", "SOFTCAP": 0.0},
+        | {"ACTIVATION": "silu", "MOST": None, "SOFTCAP": 0.0},
         max_shared=96 * 1024,
         compute_capabilities=(90,),
     ),
@@ -281,6 +284,7 @@ PRODUCTS = [
         for num_rows in (1, 4096)
         for shape, of_rows in (((1856, 2688), True), ((2688, 1856), False))
     ),
+    linear_of_experts_kernel(8, 768, 2560, gated=True, capability=90, num_experts=512, most=4.0),  # Ling 3 Flash's last
     # Gemma 4 26B-A4B's, whose gates are by gelu.
     *(
         linear_of_experts_kernel(8, 704, 2816, gated=True, capability=capability, activation="gelu_tanh")
