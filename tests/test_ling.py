@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from kernels.reference.act_and_mul import LimitedSilu
 from runner.engine.architecture import read_architecture
 from runner.engine.checkpoint import ModelSource
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
 from tests.edit_json import edit_json
 from tests.family_options import LENGTHS, SHAPE, VOCAB_SIZE, YARN
@@ -69,7 +71,11 @@ def limited_model(**limits: list[float | None]) -> Any:
 
 def test_what_is_gated_is_cut_off_layer_by_layer_of_experts_and_beside_them(tmp_path: Path) -> None:
     model, sequences = limited_model(**LIMITS), random_sequences(VOCAB_SIZE, LENGTHS)
-    ours = engine_logits(load(save(model, tmp_path)), sequences)
+    loaded = load(save(model, tmp_path))
+    assert isinstance(loaded.model, Decoder)
+    asked = {layer.mlp.activations for layer in loaded.model.sample_layers}
+    assert asked == {("silu",), ("silu", LimitedSilu(0.03)), (LimitedSilu(0.04), LimitedSilu(0.05))}, "at the start"
+    ours = engine_logits(loaded, sequences)
     assert_as_accurate(ours, reference_logits(model, sequences), float64_logits(model, sequences))
     for key in LIMITS:  # each has something to cut off
         edit_json(tmp_path / "config.json", **{**LIMITS, key: None})

@@ -56,6 +56,7 @@ class Experts:
         quantization: Quantization | None = None,  # of their products, by names within the layer
     ) -> None:
         self.shapes, self.shard, self._activation = shapes, shard, activation
+        self.activations = (activation, shared_activation)  # as MLP's
         router_dtype = torch.float32 if shapes.is_router_float32 else dtype
         self.router: Weight = torch.empty(shapes.num_experts, hidden_size, dtype=router_dtype)
         # Added to scores, which are float32, and what scores are multiplied by.

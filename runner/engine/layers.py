@@ -206,7 +206,7 @@ class DecoderLayer:
     def kind(self) -> tuple[Any, ...]:
         """What makes products and kernels' launches of layers differ: how weights are held, too."""
         mixer = self.mixer.shape if isinstance(self.mixer, Attention) else (type(self.mixer),)
-        return (*mixer, type(self.mlp), *map(_held, self.product_weights))
+        return (*mixer, type(self.mlp), *self.mlp.activations, *map(_held, self.product_weights))
 
     @property
     def product_weights(self) -> list[Weight]:

@@ -33,6 +33,7 @@ class MLP:
         quantization: Quantization | None = None,  # of its products, by names within the layer
     ) -> None:
         self._activation, self.is_gated = activation, is_gated  # is_gated: the first product is two side by side
+        self.activations = (activation,)  # of all that is gated
         rows = gate_up_rows(name, intermediate_size) if is_gated else {f"{name}.up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, rows, bias=bias, shard=shard, dtype=dtype, quantization=quantization
@@ -88,6 +89,7 @@ class NoMLP:
 
     shared: MLP | None = None
     rows_for_one = 1
+    activations: tuple[Activation, ...] = ()
     products_per_row = 0
     product_weights: Sequence[Weight] = ()
     product_names: Sequence[str] = ()

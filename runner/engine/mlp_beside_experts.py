@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.panels import Change, Weight
+from kernels.reference.act_and_mul import Activation
 from runner.engine.architecture import Architecture
 from runner.engine.experts import Experts
 from runner.engine.linear import WeightTarget
@@ -29,6 +30,10 @@ class MLPBesideExperts:
         """[num_rows, hidden], num_rows a multiple of tile -> the same."""
         of_experts = self.after_experts(self.experts(self.before_experts(residual), tile, self.before_router(residual)))
         return self.after_mlp.add_to(of_experts, self.mlp(self.before_mlp(residual), tile))
+
+    @property
+    def activations(self) -> tuple[Activation, ...]:
+        return (*self.mlp.activations, *self.experts.activations)
 
     @property
     def products_per_row(self) -> int:
