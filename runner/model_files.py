@@ -47,13 +47,14 @@ def own_tokenizer(source: ModelSource, name: str | None = None) -> Tokenizer:
 
 
 def find_eos_token_ids(source: ModelSource, info: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's eos tokens, else config.json's, else the tokenizer's; those the model can say.
+    """Those of hf_overrides, else generation_config.json's, config.json's or the tokenizer's; those the model can say.
 
     Raises:
         UserError: they are no token ids.
     """
     found: Any = None
-    if not (source.is_dummy and source.hf_config is not None):
+    is_overridden = "eos_token_id" in (source.hf_overrides or {})
+    if not is_overridden and not (source.is_dummy and source.hf_config is not None):
         file = resolve_directory(source, weights=False) / "generation_config.json"
         if file.is_file():
             found = require_json(file, source.name).get("eos_token_id")

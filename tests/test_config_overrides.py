@@ -67,9 +67,35 @@ def test_the_base_of_rotations_is_changed_wherever_a_config_json_has_it(
     assert config_of(older, rope_scaling=YARN).rope_parameters["rope_theta"] == YARN["rope_theta"]
 
 
+@pytest.mark.parametrize("family", ["gemma3_text, linear rope", "laguna"])
+def test_rotations_by_kinds_of_layers_are_changed_by_kind(family: str, tmp_path: Path) -> None:
+    """A flat scaling reached no layer of theirs, and raised the limit of their texts all the same."""
+    save(random_model(make_config(family)), tmp_path)
+    plain = config_of(tmp_path)
+    kind, other = "full_attention", "sliding_attention"
+    changed = config_of(tmp_path, rope_parameters={kind: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}})
+    assert changed.rope_parameters[kind]["factor"] == 8.0
+    assert changed.rope_parameters[other] == plain.rope_parameters[other]
+    for flat in ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {"rope_theta": 1e6}):
+        with pytest.raises(UserError, match=r"must have rotations by kinds of layers .*; write rope_parameters=\{"):
+            config_of(tmp_path, **flat)
+
+
+def test_a_text_models_keys_are_found_where_they_are(tmp_path: Path) -> None:
+    text = {**make_config("llama").to_dict(), "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text, "vision_config": {}}))
+    with pytest.raises(UserError, match=r"'intermediate_size'; it is one of text_config: \{intermediate_size: "):
+        config_of(tmp_path, intermediate_size=9)
+
+
+def test_a_mapping_within_a_config_is_changed_too(tmp_path: Path) -> None:
+    save(random_model(make_config("kimi_linear")), tmp_path)
+    assert config_of(tmp_path, linear_attn_config={"short_conv_kernel_size": 3}).linear_conv_kernel_dim == 3
+
+
 def test_other_values_are_changed_one_by_one_and_no_given_mapping_is() -> None:
     values = {"text_config": {"eos_token_id": 3, "vocab_size": 9}, "hidden_size": 4}
-    changed = overridden(values, {"text_config": {"eos_token_id": 5}, "hidden_size": 8})
+    changed = overridden(values, values, {"text_config": {"eos_token_id": 5}, "hidden_size": 8})
     assert changed == {"text_config": {"eos_token_id": 5, "vocab_size": 9}, "hidden_size": 8}
     assert values == {"text_config": {"eos_token_id": 3, "vocab_size": 9}, "hidden_size": 4}
 
@@ -79,6 +105,7 @@ def test_other_values_are_changed_one_by_one_and_no_given_mapping_is() -> None:
     [
         ({"rope_tetha": 1e6}, r"model\.hf_overrides must have keys .*config.json, got 'rope_tetha'; did you mean"),
         ({"model_type": "llama"}, r"must not have model_type; choose a checkpoint of another family"),
+        ({"to_dict": 3}, r"must have keys of the checkpoint's config.json, got 'to_dict'"),
         ({"quantization_config": None}, r"must not have quantization_config; use model\.quantization"),
         ({"rope_scaling": "yarn"}, r"hf_overrides must have values that transformers reads: .*; mend them"),
         ({"hidden_size": "wide"}, r"hf_overrides must have values that transformers reads: .*; mend them"),
@@ -102,7 +129,8 @@ def test_an_engine_takes_them_under_vllms_name_and_its_errors_too() -> None:
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2}
     with pytest.raises(UserError, match="hf_overrides must have keys"):
         LLM(str(TARGET_DIR), hf_overrides={"hidden": 1}, **options)
-    llm = LLM(str(TARGET_DIR), hf_overrides={"max_position_embeddings": 96}, **options)
+    llm = LLM(str(TARGET_DIR), hf_overrides={"max_position_embeddings": 96, "eos_token_id": 7}, **options)
+    assert llm.engine.target_info.hf_config.eos_token_id == 7 and llm.engine.eos_token_ids == (7,)
     assert llm.engine.target_info.max_model_len == 96
     (out,) = llm.generate(["def f(x):\n"], asked)
     (plain,) = LLM(str(TARGET_DIR), **options).generate(["def f(x):\n"], asked)

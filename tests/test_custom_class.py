@@ -373,7 +373,7 @@ class LastTokenAgainProposer(Proposer):
             left = request.sampling_params.max_tokens - len(request.output_token_ids)
             told = (item.start, request.num_computed_tokens, request.num_tokens, item.max_draft_tokens, left)
             self.seen.append(told)
-            guesses.append(request.tokens_between(request.num_tokens - 1, request.num_tokens) * item.max_draft_tokens)
+            guesses.append([request.last_token_id] * item.max_draft_tokens)
         return draft_tokens_from_lists(guesses, self.context.device)
 
 

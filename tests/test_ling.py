@@ -83,7 +83,17 @@ def test_what_is_gated_is_cut_off_layer_by_layer_of_experts_and_beside_them(tmp_
         assert (without - ours).abs().max() > 1e-3 * ours.abs().max()
 
 
-@pytest.mark.parametrize("told", [[1.0, "2", 3.0], 4.0, [1.0, -1.0, 0.0]], ids=str)
+def test_the_part_of_a_head_that_turns_is_what_is_stated_where_texts_are_extended_too(tmp_path: Path) -> None:
+    """Its configs have the factor of larger heads, which transformers cannot extend by."""
+    source = save(random_model(make_config("bailing_hybrid")), tmp_path)
+    sequences, found = random_sequences(VOCAB_SIZE, LENGTHS), []
+    for factor in (1.0, 0.5):
+        edit_json(tmp_path / "config.json", rope_parameters={**YARN, "partial_rotary_factor": factor})
+        found.append(engine_logits(load(source), sequences))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("told", [[1.0, "2", 3.0], 4.0, [1.0, -1.0, 0.0], [1.0, 2.0]], ids=str)
 def test_limits_that_are_none_are_refused(told: Any, tmp_path: Path) -> None:
     source = save(random_model(make_config("bailing_hybrid")), tmp_path)
     edit_json(tmp_path / "config.json", **{OF_EXPERTS: told})
@@ -94,7 +104,6 @@ def test_limits_that_are_none_are_refused(told: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"rope_scaling": YARN}, "must be without partial_rotary_factor where rotations are extended, got 0.5; remove"),
         ({"kda_lower_bound": 1.0}, "kda_lower_bound of a bailing_hybrid checkpoint must be < 0, got 1.0; mend its"),
     ],
     ids=str,

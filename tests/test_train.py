@@ -150,6 +150,7 @@ def test_what_cannot_be_trained_is_said_before_anything_is_loaded(
         (["method=eagle", "model.load_format=dummy"], "must not be dummy"),
         (["method=eagel"], "did you mean 'eagle'"),
         (["method=eagle", "method.num_speculative_tokens=0"], "num_speculative_tokens must be >= 1"),
+        (["method=eagle", "+model.hf_overrides.rope_theta=3"], "model.hf_overrides must be null"),
     ):
         assert train(target, prompts, tmp_path / "new", *argv) == 2
         assert message in capsys.readouterr().err

@@ -20,6 +20,7 @@ from runner.config.sampler import SamplerConfig
 from runner.config.vllm_keys import (
     DEPTH_KEY,
     ENGINE_ARGS_OFF,
+    ENGINE_ARGS_UNDECIDED,
     ENGINE_ARGS_WITHOUT_EFFECT,
     KEYS_WITHOUT_EFFECT,
     MTP_SUFFIX,
@@ -99,7 +100,7 @@ def translate(given: Mapping[str, Any], fields: Fields) -> Translation:
 
 def without_switches(engine_args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Arguments of an LLM without vLLM's switches that change nothing here, and a note on each that is on."""
-    off = ENGINE_ARGS_OFF.items()
+    off = [*ENGINE_ARGS_OFF.items(), *((key, None) for key in ENGINE_ARGS_UNDECIDED)]
     kept, notes = {key: value for key, value in engine_args.items() if (key, value) not in off}, list[str]()
     _drop(kept, ENGINE_ARGS_WITHOUT_EFFECT, "", notes)
     return kept, notes

@@ -128,6 +128,8 @@ ENGINE_ARGS_WITHOUT_EFFECT = {
 }
 # Arguments that ask for nothing with this value, and are not known with another.
 ENGINE_ARGS_OFF = {"data_parallel_size": 1, "pipeline_parallel_size": 1}
+# Arguments that vLLM decides itself where they are None, as our defaults do.
+ENGINE_ARGS_UNDECIDED = ("enable_chunked_prefill", "enable_prefix_caching")
 
 
 @dataclass(frozen=True, kw_only=True)

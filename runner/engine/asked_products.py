@@ -39,10 +39,13 @@ class AskedProduct:
         return torch.cat(add_output(rows, residual, *self.norms), dim=1)
 
 
-def asked_products(layers: Sequence[DecoderLayer], tile: int | None) -> list[AskedProduct]:
-    """Of layers of each kind that a decoder or a draft head has."""
-    # The norm of the layer behind one is like that of one of these.
-    next_norms = list({layer.input_norm is None: layer.input_norm for layer in layers}.values())
+def asked_products(
+    layers: Sequence[DecoderLayer], tile: int | None, last_norm: RMSNorm | None = None
+) -> list[AskedProduct]:
+    """Of layers of each kind that a decoder or a draft head has; last_norm: behind all of a decoder's."""
+    # What norms the sum behind a layer is like that of one of these.
+    norms = [*([] if last_norm is None else [last_norm]), *(layer.input_norm for layer in layers)]
+    next_norms = list({norm is None: norm for norm in norms}.values())
     return [
         asked
         for layer in layers

@@ -157,7 +157,7 @@ def _overridden(
     name = source.name.replace(".model", ".hf_overrides")
     require_overridable(values, config, source.hf_overrides, name)
     try:
-        return read(overridden(values, source.hf_overrides))
+        return read(overridden(values, config, source.hf_overrides))
     except unreadable_config() as error:
         raise UserError(f"{name} must have values that transformers reads: {_one_line(error)}; mend them") from error
 

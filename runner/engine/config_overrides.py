@@ -19,57 +19,91 @@ NOT_OVERRIDDEN = {
 }
 
 
-def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(values: Mapping[str, Any], config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config with others in their places; those of a config within it are changed one by one.
 
-    Another scaling of rotations keeps their base and the part of a head that turns, unless it has others.
+    Another scaling of rotations keeps their base and the part of a head that turns, unless it has others, and where
+    kinds of layers have their own those of kinds that it does not name.
+
+    Args:
+        values, config: as they are in a file, and as transformers reads them.
     """
     found = dict(values)
     for key, value in overrides.items():
-        own = found.get(key)
+        own, stated = found.get(key), _rope(config)
         if key.endswith("_config") and isinstance(own, Mapping) and isinstance(value, Mapping):
-            found[key] = overridden(own, value)
+            found[key] = overridden(own, _within(config, key), value)
         elif key in ROPE_KEYS:
-            stated = _rope(found)
-            kept = {name: stated[name] for name in OF_ANY_ROPE if name in stated}
-            found |= {"rope_scaling": None, "rope_parameters": kept | dict(value or {})}
+            kept = stated if _is_by_kind(stated) else {name: stated[name] for name in OF_ANY_ROPE if name in stated}
+            found = _with_rope(found, {**kept, **(value or {})})
         else:
             found[key] = value
-            if key in OF_ANY_ROPE and key in (stated := _rope(found)):  # which comes first
-                found |= {"rope_scaling": None, "rope_parameters": {**stated, key: value}}
+            if key in OF_ANY_ROPE:
+                found = _with_rope(found, {**stated, key: value})
     return found
 
 
-def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    stated = (values.get(name) for name in ROPE_KEYS)
-    return next((own for own in stated if isinstance(own, Mapping)), {})
+def _with_rope(values: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """In today's key alone."""
+    others = {key: value for key, value in values.items() if key not in ROPE_KEYS}
+    return {**others, "rope_parameters": dict(rope)}
 
 
 def require_overridable(values: Mapping[str, Any], config: Any, overrides: Mapping[str, Any], name: str) -> None:
     """
     Args:
-        values, config: of the checkpoint, as they are in its file and as transformers reads them.
+        values, config: as overridden takes them.
         name: the option that the overrides are of.
 
     Raises:
         UserError: a key that means nothing to the config, or one that cannot be overridden.
     """
-    for key, options in _unknown_keys(values, config, overrides, ""):
-        if remedy := NOT_OVERRIDDEN.get(key):
-            raise UserError(f"{name} must not have {key}; {remedy}")
-        remedy = did_you_mean(key.rpartition(".")[2], options)
-        raise UserError(f"{name} must have keys of the checkpoint's config.json, got {key!r}; {remedy}")
+    for problem in _problems(values, config, overrides, ""):
+        raise UserError(f"{name} must {problem}")
 
 
-def _unknown_keys(
-    values: Mapping[str, Any], config: Any, overrides: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[str, list[str]]]:
-    """And what keys there are beside each."""
-    known = [*values, *(key for key in vars(config) if not key.startswith("_"))]
-    known += [*ROPE_KEYS, *OF_ANY_ROPE] if getattr(config, "rope_parameters", None) is not None else []
+def _problems(values: Mapping[str, Any], config: Any, overrides: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    known, stated = [*values, *(key for key in _keys(config) if not key.startswith("_"))], _rope(config)
+    known += [*ROPE_KEYS, *OF_ANY_ROPE] if stated else []
     for key, value in overrides.items():
-        own = values.get(key)
-        if key in NOT_OVERRIDDEN or (key not in known and not hasattr(config, key)):
-            yield f"{prefix}{key}", sorted(set(known))
+        own, is_mapping = values.get(key), isinstance(value, Mapping)
+        if remedy := NOT_OVERRIDDEN.get(key):
+            yield f"not have {prefix}{key}; {remedy}"
+        elif key not in known and callable(getattr(config, key, len)):
+            inner = [name for name in values if name.endswith("_config") and isinstance(values[name], Mapping)]
+            other = next((name for name in inner if key in _keys(_within(config, name))), None)
+            remedy = did_you_mean(key, sorted(set(known))) if other is None else f"it is one of {other}: {{{key}: ...}}"
+            yield f"have keys of the checkpoint's config.json, got {prefix + key!r}; {remedy}"
+        elif _is_by_kind(stated) and (
+            key in OF_ANY_ROPE or (key in ROPE_KEYS and not (is_mapping and all(map(_is_mapping, value.values()))))
+        ):
+            kinds = [kind for kind, of_kind in stated.items() if _is_mapping(of_kind)]
+            yield (
+                f"have rotations by kinds of layers ({', '.join(kinds)}), got {prefix}{key}; write "
+                f"{prefix}rope_parameters={{{kinds[0]}: {{...}}}}"
+            )
         elif key.endswith("_config") and isinstance(own, Mapping) and isinstance(value, Mapping):
-            yield from _unknown_keys(own, getattr(config, key), value, f"{prefix}{key}.")
+            yield from _problems(own, _within(config, key), value, f"{prefix}{key}.")
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_by_kind(rope: Mapping[str, Any]) -> bool:
+    return any(map(_is_mapping, rope.values()))
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """What transformers reads of a config's rotations; nothing where it has none."""
+    found = _within(config, "rope_parameters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _within(config: Any, key: str) -> Any:
+    """A part of a config, which may be no more than a mapping itself."""
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+
+def _keys(config: Any) -> list[str]:
+    return list(config if isinstance(config, Mapping) else vars(config))

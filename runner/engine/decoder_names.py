@@ -55,7 +55,7 @@ _LFM2 = {
 
 
 def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named tensors of a checkpoint; those of a backbone, of LFM2 and of Ling by the names of other decoders'."""
+    """Named tensors of a checkpoint, by the names that most decoders have for them."""
     rename = _name
     if _LFM2_NORM in tensors:
         rename = partial(_replaced, _LFM2)

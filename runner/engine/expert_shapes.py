@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +123,11 @@ def _limits(config: Any, key: str | None) -> tuple[float | None, ...]:
     told = None if key is None else getattr(config, key, None)
     if told is None:
         return ()
-    if not isinstance(told, list | tuple) or not all(one is None or (_is_number(one) and one >= 0) for one in told):
+    is_list = isinstance(told, list | tuple) and len(told) >= config.num_hidden_layers
+    if not is_list or not all(one is None or (_is_number(one) and 0 <= one < math.inf) for one in told):
         raise UserError(
-            f"{key} of a {config.model_type} checkpoint must list a number >= 0 for each layer, got {told!r}; mend its "
-            "config"
+            f"{key} of a {config.model_type} checkpoint must list a number >= 0 for each of its "
+            f"{config.num_hidden_layers} layers, got {told!r}; mend its config"
         )
     return tuple(float(one) if one else None for one in told)
 

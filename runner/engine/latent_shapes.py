@@ -93,11 +93,8 @@ def _require_size_of_turned(config: Any, family: Family, of: str) -> None:
     """Raises UserError unless transformers' rotations are made for it."""
     turned, parameters = config.qk_rope_head_dim, config.rope_parameters
     part = float(parameters.get("partial_rotary_factor") or 1.0)
-    if family.ignores_rotary_factor and part != 1.0 and parameters.get("rope_type", "default") != "default":
-        raise UserError(
-            f"rope_parameters {of} without partial_rotary_factor where rotations are extended, got {part:g}; remove it"
-        )
-    if not family.ignores_rotary_factor and int(config.head_dim * part) != turned:
+    part = 1.0 if family.ignores_rotary_factor else part
+    if int(config.head_dim * part) != turned:
         of_part = "" if part == 1.0 else f" by partial_rotary_factor ({part:g})"
         raise UserError(f"head_dim {of} its qk_rope_head_dim ({turned}){of_part}, got {config.head_dim}; leave it out")
 

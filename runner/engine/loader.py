@@ -73,6 +73,11 @@ def load_model(
             f"{source.model}{extended}, got {max_model_len}; lower it or leave it out"
         )
     length = max_model_len or min(limit, longest_useful_len or limit)
+    if limit < 2:
+        raise UserError(
+            f"max_position_embeddings of {source.name}={source.model} must be >= 2, a token and one behind it, got "
+            f"{limit}; mend its config"
+        )
     arch = read_architecture(config)
     if arch is None:
         return _load_through_transformers(source, config, device=device, dtype=dtype, max_model_len=length, shard=shard)

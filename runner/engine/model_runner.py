@@ -73,6 +73,7 @@ class ModelRunner(PagedRunner):
                 model.sample_layers,
                 model.beside_layers,
                 softcap=model.logits_softcap,
+                last_norm=model.norm,
                 max_model_len=model.max_model_len,
                 block_size=block_size,
                 kv_dtype=self.kv_dtype,

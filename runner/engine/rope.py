@@ -223,6 +223,10 @@ def _tables(
         if isinstance(key, float):
             own_base, config, key = {**config.rope_parameters, "rope_theta": key}, copy(config), ONE_ROPE
             config.rope_parameters = own_base
+        family = FAMILIES.get(config.model_type)
+        if family is not None and family.ignores_rotary_factor:
+            of_all, config = config.rope_parameters, copy(config)
+            config.rope_parameters = {name: own for name, own in of_all.items() if name != "partial_rotary_factor"}
         parameters = rope_parameters(config, key)
         kind = parameters.get("rope_type", "default")
         stretched = _stretched_theta(config, parameters, layout.num_rotated)

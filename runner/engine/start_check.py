@@ -22,6 +22,7 @@ from runner.engine.forward_batch import ForwardBatch, LaunchShape
 from runner.engine.kv_cache import PagedKVCache
 from runner.engine.launch_shapes import Shapes, shapes_on_cpu
 from runner.engine.layers import DecoderLayer
+from runner.engine.norms import RMSNorm
 from runner.engine.operations import head_logits, linear
 from runner.engine.paged_shape import PagedShape
 from runner.engine.segment import Segment
@@ -46,6 +47,7 @@ def row_invariant_shapes(
     beside: Sequence[Weight],  # Decoder.beside_layers, the head first
     *,
     softcap: torch.Tensor | None = None,  # of the logits
+    last_norm: RMSNorm | None = None,  # behind all layers
     max_model_len: int,
     block_size: int,
     kv_dtype: torch.dtype,
@@ -60,7 +62,7 @@ def row_invariant_shapes(
     if runs_kernels(beside[0].device):
         from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
 
-        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, blocks)
+        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, last_norm, blocks)
         compile_ahead(ask)
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
@@ -145,6 +147,7 @@ def _kernels_keep_bits(
     layers: Sequence[DecoderLayer],
     beside: Sequence[Weight],
     softcap: torch.Tensor | None,
+    last_norm: RMSNorm | None,
     blocks: Blocks,
 ) -> bool:
     """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
@@ -153,17 +156,21 @@ def _kernels_keep_bits(
     """
     attentions, paged = _attentions(layers), [shape for shape in shapes.values() if isinstance(shape, PagedShape)]
     assert len(paged) == len(shapes), "kernels attend to pages"
-    asked = [own for tile in _tiles(shapes) for own in _asked_products(layers, beside, tile, softcap)]
+    asked = [own for tile in _tiles(shapes) for own in _asked_products(layers, beside, tile, softcap, last_norm)]
     agree = _products_agree(asked, attentions[0].o_proj.weight.dtype)
     return all([*agree, *(_attentions_agree(shape, own, blocks) for shape in paged for own in attentions)])
 
 
 def _asked_products(
-    layers: Sequence[DecoderLayer], beside: Sequence[Weight], tile: int | None, softcap: torch.Tensor | None
+    layers: Sequence[DecoderLayer],
+    beside: Sequence[Weight],
+    tile: int | None,
+    softcap: torch.Tensor | None,
+    last_norm: RMSNorm | None,
 ) -> list[AskedProduct]:
     lm_head, *others = beside
     return [
-        *asked_products(layers, tile),
+        *asked_products(layers, tile, last_norm),
         *(AskedProduct(multiply=partial(linear, weight=own, bias=None, tile=tile), weights=[own]) for own in others),
         AskedProduct(multiply=lambda x: head_logits(x, lm_head, tile, softcap), weights=[lm_head]),
     ]

@@ -76,6 +76,11 @@ def _read_config(options: argparse.Namespace) -> SpeculativeConfig:
         raise UserError("method.num_speculative_tokens must be >= 1, got 0; a head learns that many guesses")
     if config.model.load_format == "dummy":
         raise UserError("model.load_format must not be dummy: random weights say nothing that could be learnt")
+    if config.model.hf_overrides:
+        raise UserError(
+            "model.hf_overrides must be null to train a head: the target is read as it is; write the values into its "
+            "config.json"
+        )
     if isinstance(config.workload, SyntheticWorkload):
         raise UserError("workload must have prompts, got synthetic; use workload=jsonl workload.path=<file>")
     return config

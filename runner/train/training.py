@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from kernels.reference.act_and_mul import LimitedSilu
 from runner.config import DrafterMethod, SpeculativeConfig
 from runner.engine.checkpoint import resolve_directory, stated_quantization
+from runner.engine.decoder import Decoder
 from runner.engine.errors import UserError
+from runner.engine.layers import DecoderLayer
 from runner.engine.memory import release_unused
 from runner.llm import LLM
 from runner.measure import measure
@@ -100,10 +103,19 @@ def _load_target(config: SpeculativeConfig, options: TrainingOptions) -> LLM:
             f"--length must be >= {shortest}, method.num_speculative_tokens + 2, got {options.length}; raise it"
         )
     llm = LLM.from_config(SpeculativeConfig.parse({**config.model_dump(), "method": {"method": "none"}}))
+    if isinstance(model := llm.engine.target.model, Decoder) and any(map(_is_limited, model.layers)):
+        raise UserError(
+            "model.model must not cut off what its layers gate: the states that heads learn from are those of "
+            "transformers' code, which does not; choose another target"
+        )
     longest = llm.engine.target_info.max_model_len
     if options.length > longest:
         raise UserError(f"--length must be <= {longest}, the target's max_model_len, got {options.length}; lower it")
     return llm
+
+
+def _is_limited(layer: DecoderLayer) -> bool:
+    return any(isinstance(own, LimitedSilu) for own in layer.mlp.activations)
 
 
 def _fit(
