@@ -62,7 +62,7 @@ def row_invariant_shapes(
     if runs_kernels(beside[0].device):
         from kernels.kernel import compile_ahead  # Triton, as everywhere here where kernels run
 
-        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, last_norm, blocks)
+        ask = partial(_kernels_keep_bits, shapes, layers, beside, softcap, blocks, last_norm)
         compile_ahead(ask)
         return shapes if shard.all(ask()) else None
     decode = shapes["decode"]
@@ -147,8 +147,8 @@ def _kernels_keep_bits(
     layers: Sequence[DecoderLayer],
     beside: Sequence[Weight],
     softcap: torch.Tensor | None,
-    last_norm: RMSNorm | None,
     blocks: Blocks,
+    last_norm: RMSNorm | None = None,
 ) -> bool:
     """A row alone against the same row in company, in every product with the norm behind it, and over two splits.
 
