@@ -19,6 +19,8 @@ MULTIPLIERS: dict[str, Any] = {
     "attention_multiplier": 0.1,
     "logits_scaling": 6.0,
 }
+# One of a token for all heads.
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 # A state follows one path of tokens, forwards: drafts are chains.
 WITH_STATES = (
     *("qwen3_5_text", "granitemoehybrid", "bailing_hybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
@@ -33,10 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
         "head_dim": 16,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
+        **LATENT,
         "moe_intermediate_size": 48,
         "num_experts": 6,
         "n_group": 3,
@@ -52,10 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 8,
         "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
+        **LATENT,
         "moe_intermediate_size": 48,
         "n_routed_experts": 6,
         "n_group": 3,
@@ -143,10 +139,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_attn_config": {"num_heads": 8, "head_dim": 16, "short_conv_kernel_size": 4}
         | {"kda_layers": [1], "full_attn_layers": [2]},
         "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
+        **LATENT,
         "moe_intermediate_size": 48,
         "num_experts": 6,
         "num_experts_per_token": 2,

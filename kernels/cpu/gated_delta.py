@@ -50,19 +50,22 @@ def activate(numbers: Any) -> None:
 
 
 @vectorized
+def inner_product(first: Any, second: Any) -> Any:
+    total = NOTHING
+    for index in range(len(first)):
+        total += first[index] * second[index]
+    return total
+
+
+@vectorized
 def inverse_length(numbers: Any) -> Any:
-    squares = NOTHING
-    for index in range(len(numbers)):
-        squares += numbers[index] * numbers[index]
-    return ONE / np.sqrt(squares + LENGTH_EPS)
+    return ONE / np.sqrt(inner_product(numbers, numbers) + LENGTH_EPS)
 
 
 @vectorized
 def move_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: Any) -> None:
     """A token's step: value [value_dim] becomes what its query finds in the memory behind it."""
-    agreement = NOTHING
-    for index in range(len(key)):
-        agreement += query[index] * key[index]
+    agreement = inner_product(query, key)
     for row in range(len(value)):
         own, known, found = memory[row], NOTHING, NOTHING
         for index in range(len(key)):
@@ -77,9 +80,7 @@ def move_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: A
 @vectorized
 def move_channels_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, written: Any) -> None:
     """The same where each of a key's channels forgets by itself, kept [key_dim]."""
-    agreement = NOTHING
-    for index in range(len(key)):
-        agreement += query[index] * key[index]
+    agreement = inner_product(query, key)
     for row in range(len(value)):
         own, known, found = memory[row], NOTHING, NOTHING
         for index in range(len(key)):
@@ -96,9 +97,7 @@ def move_channels_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, w
 @vectorized
 def add_on(memory: Any, query: Any, key: Any, value: Any, kept: Any, rate: Any, skip: Any) -> None:
     """The same of a state space, by which a part of the value passes."""
-    agreement = NOTHING
-    for index in range(len(key)):
-        agreement += query[index] * key[index]
+    agreement = inner_product(query, key)
     for row in range(len(value)):
         own, found, change = memory[row], NOTHING, value[row] * rate
         for index in range(len(key)):
@@ -116,10 +115,7 @@ def write_gated(to: Any, found: Any, gate: Any) -> None:
 
 @vectorized
 def norm_result(found: Any, norm: Any, eps: Any) -> None:
-    squares = NOTHING
-    for index in range(len(found)):
-        squares += found[index] * found[index]
-    scale = ONE / np.sqrt(squares / np.float32(len(found)) + eps)
+    scale = ONE / np.sqrt(inner_product(found, found) / np.float32(len(found)) + eps)
     for index in range(len(found)):
         found[index] = found[index] * scale * norm[index]
 

@@ -28,8 +28,12 @@ _LING = {
     ".self_attn.dense.": ".self_attn.o_proj.",
     ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
-_OLMO = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
-_FLINT = {".self_attn.softmax_offset": ".self_attn.sinks"}
+# Of OLMo Hybrid and Flint, and in no other family.
+_OTHERS = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".self_attn.softmax_offset": ".self_attn.sinks",
+}
 _DENSE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 # Of a multi-token-prediction module, whose two layers are what another's one block is.
 _MTP_NORM = "mtp.layers.0.enorm.weight"  # in no other layout, and dense in every checkpoint
@@ -74,7 +78,7 @@ def _replaced(parts: Mapping[str, str], name: str) -> str:
 def _name(name: str) -> str:
     own = name.removeprefix("backbone.")
     if own == name:
-        return _DENSE.sub(r"\1.mlp.\2.", _replaced(_OLMO | _FLINT, name))
+        return _DENSE.sub(r"\1.mlp.\2.", _replaced(_OTHERS, name))
     first, _, rest = own.partition(".")
     if first in _BESIDE_LAYERS:
         return f"model.{_BESIDE_LAYERS[first]}.{rest}"
