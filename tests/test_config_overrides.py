@@ -105,6 +105,7 @@ def test_other_values_are_changed_one_by_one_and_no_given_mapping_is() -> None:
     [
         ({"rope_tetha": 1e6}, r"model\.hf_overrides must have keys .*config.json, got 'rope_tetha'; did you mean"),
         ({"model_type": "llama"}, r"must not have model_type; choose a checkpoint of another family"),
+        ({"max_position_embeddings": 1}, r"max_position_embeddings of model\.model=.* must be >= 2, .*, got 1"),
         ({"to_dict": 3}, r"must have keys of the checkpoint's config.json, got 'to_dict'"),
         ({"quantization_config": None}, r"must not have quantization_config; use model\.quantization"),
         ({"rope_scaling": "yarn"}, r"hf_overrides must have values that transformers reads: .*; mend them"),
@@ -113,7 +114,7 @@ def test_other_values_are_changed_one_by_one_and_no_given_mapping_is() -> None:
 )  # fmt: skip
 def test_what_means_nothing_to_a_config_is_refused(overrides: dict[str, Any], message: str, directory: Path) -> None:
     with pytest.raises(UserError, match=message):
-        config_of(directory, **overrides)
+        load(ModelSource(model=str(directory), hf_overrides=overrides))
 
 
 def test_a_dummys_config_is_overridden_too() -> None:
@@ -124,7 +125,7 @@ def test_a_dummys_config_is_overridden_too() -> None:
 
 
 def test_an_engine_takes_them_under_vllms_name_and_its_errors_too() -> None:
-    """No token can end the text, so it is as long as it may be."""
+    """The tokens that end its texts among them, which generation_config.json names too."""
     asked = SamplingParams(temperature=0.0, max_tokens=24)
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2}
     with pytest.raises(UserError, match="hf_overrides must have keys"):

@@ -632,6 +632,9 @@ def test_a_prompt_may_be_kept_in_one_step() -> None:
         LLM("tiny", device="cpu", enable_chunked_prefill=False, **budgets)
     llm = LLM("tiny", device="cpu", enable_chunked_prefill=False, max_model_len=64, **budgets)
     assert not llm.scheduler_for(llm.engine.proposer).enable_chunked_prefill
+    undecided = LLM("tiny", device="cpu", enable_chunked_prefill=None, enable_prefix_caching=None, **budgets)
+    assert undecided.scheduler_for(undecided.engine.proposer).enable_chunked_prefill, "as vLLM decides it"
+    assert undecided.config.hardware.enable_prefix_caching
 
 
 @pytest.mark.parametrize("key", ["num_speculative_tokens", "ngram_prompt_lookup_max", "speculative_model"])
